@@ -1,0 +1,39 @@
+"""gqaconvert: turn a multi-head-attention checkpoint into a grouped-query or multi-query one, and prove the result.
+
+The public functions mirror the commands and return typed results; importing the package imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gqaconvert.conversion import ConversionResult, convert, convert_plan
+    from gqaconvert.errors import GqaConvertError
+    from gqaconvert.inspection import Inspection, inspect_checkpoint
+
+_PUBLIC = {
+    "ConversionResult": "gqaconvert.conversion",
+    "GqaConvertError": "gqaconvert.errors",
+    "Inspection": "gqaconvert.inspection",
+    "convert": "gqaconvert.conversion",
+    "convert_plan": "gqaconvert.conversion",
+    "inspect_checkpoint": "gqaconvert.inspection",
+}
+
+__all__ = [
+    "ConversionResult",
+    "GqaConvertError",
+    "Inspection",
+    "__version__",
+    "convert",
+    "convert_plan",
+    "inspect_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""``python -m gqaconvert``."""
+
+from gqaconvert.cli.app import main
+
+main()

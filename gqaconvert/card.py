@@ -1,0 +1,81 @@
+"""The model card of a converted checkpoint: README.md with the Hub's front matter."""
+
+from typing import Any
+
+from gqaconvert import __version__
+from gqaconvert.planning import ConversionPlan, cache_bytes_per_token
+from gqaconvert.sidecars import SOURCE_CARD
+from gqaconvert.units import format_size
+
+_KEPT_FIELDS = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "tags")
+
+
+def model_card(plan: ConversionPlan, source_card: str) -> str:
+    """README.md for the output; licence, languages and tags come from the source's card."""
+    from huggingface_hub import ModelCardData
+
+    files, source, target = plan.checkpoint.files, plan.source_geometry, plan.target_geometry
+    repo_id = getattr(files, "repo_id", None)
+    fields = {key: value for key, value in front_matter(source_card).items() if key in _KEPT_FIELDS}
+    tags = fields.get("tags")
+    fields["tags"] = [*(tags if isinstance(tags, list) else []), "gqaconvert"]
+    fields.setdefault("library_name", "transformers")
+    if repo_id:
+        fields = {"base_model": repo_id, **fields}
+    cache = cache_bytes_per_token(plan)
+    kind = "multi-query" if target.num_key_value_heads == 1 else "grouped-query"
+    if target.num_key_value_heads == source.num_attention_heads:
+        kind = "multi-head"
+    name = repo_id or plan.checkpoint.files.label.rstrip("/").rpartition("/")[2]
+    rows = [
+        ("KV heads", str(source.num_key_value_heads), str(target.num_key_value_heads)),
+        ("query heads per KV head", str(source.queries_per_kv), str(target.queries_per_kv)),
+        ("weights", format_size(plan.checkpoint.index.total_size), format_size(plan.total_size)),
+        ("KV cache per token", format_size(cache["source"]), format_size(cache["target"])),
+    ]
+    lines = [
+        "---", ModelCardData(**fields).to_yaml(), "---",
+        "",
+        f"# {name}, {kind} attention with {target.num_key_value_heads} KV heads",
+        "",
+        f"Made by gqaconvert {__version__} from `{name}`"
+        + (f" (revision `{files.revision}`)" if files.revision else "") + ".",
+        "",
+        "| | source | this model |\n|---|---|---|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows),
+        "",
+        *_explanation(plan),
+        "",
+        "The recipe and the files' hashes are in `gqaconvert.json`."
+        + (f" The source's own card is `{SOURCE_CARD}`." if source_card else ""),
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _explanation(plan: ConversionPlan) -> list[str]:
+    recipe, target = plan.recipe, plan.target_geometry
+    if target.num_key_value_heads > plan.source_geometry.num_key_value_heads:
+        return ["Every KV head of the source was repeated: this model computes exactly what the source computes."]
+    how = {
+        "mean": "the mean of the group's heads",
+        "first": "the first head of the group",
+        "random": f"freshly initialised (seed {recipe.seed})",
+    }.get(recipe.method, recipe.method)
+    return [
+        f"Query head `h` reads KV head `h // {target.queries_per_kv}`. The key and value projections of each group of",
+        f"consecutive heads were merged (method `{recipe.method}`: {how}); all other weights are those of the source.",
+        "",
+        "**Before uptraining, expect much worse text than the source's.** Ainslie et al. (EMNLP 2023,",
+        "[arXiv:2305.13245](https://arxiv.org/abs/2305.13245)) continue pre-training for 5% of the original steps after",
+        "such a conversion to regain most of the quality.",
+    ]
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    """The YAML fields at the top of a model card; empty where there are none or they are not readable."""
+    from huggingface_hub import RepoCard
+
+    try:
+        return dict(RepoCard(card, ignore_metadata_errors=True).data.to_dict())
+    except Exception:  # a hostile card must not stop a conversion; the YAML parser raises many kinds
+        return {}

@@ -1,0 +1,142 @@
+"""Moving bytes into new files: unchanged ranges go through the kernel, and a second thread hashes what was written."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+
+from gqaconvert.errors import CheckpointError
+
+CHUNK = 32 * 2**20
+_NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
+
+Advance = Callable[[int], None]
+
+
+def copy_range(source: int, target: int, start: int, count: int, advance: Advance) -> None:
+    """Append ``count`` bytes of a file, from ``start``, to another (both open descriptors).
+
+    Raises:
+        CheckpointError: the source ends too early.
+        OSError: reading or writing fails.
+    """
+    kernel_copy = hasattr(os, "copy_file_range")
+    while count:
+        size = min(count, CHUNK)
+        if kernel_copy:
+            try:
+                done = os.copy_file_range(source, target, size, start)
+            except OSError as error:
+                if error.errno not in _NO_KERNEL_COPY:
+                    raise
+                kernel_copy = False
+                continue
+        else:
+            done = write_all(target, os.pread(source, min(size, 4 * 2**20), start))
+        if done == 0:
+            raise CheckpointError("a source file became shorter while it was read")
+        start += done
+        count -= done
+        advance(done)
+
+
+def write_all(target: int, data: bytes | memoryview) -> int:
+    """Write everything; a single write may stop early. Returns the number of bytes."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(target, rest) :]
+    return len(data)
+
+
+class FileFinisher:
+    """A thread that reads a file right behind its writer, hashes it, and forces it to the disk.
+
+    The bytes are still in the page cache then, so the hash costs no disk and, on a second core, no time.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
+
+    def follow(self, path: Path) -> "Follower":
+        """Start to follow a file that exists."""
+        positions: SimpleQueue[int | None] = SimpleQueue()
+        return Follower(positions, self._pool.submit(_follow, path, positions))
+
+    def __enter__(self) -> "FileFinisher":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Follower:
+    """The writer's end: tells how far the file is. Leaving the context says that no more will be written.
+
+    Attributes:
+        digest: the sha256 in hex, once the whole file is hashed and on the disk.
+    """
+
+    def __init__(self, positions: "SimpleQueue[int | None]", digest: "Future[str]") -> None:
+        self._positions = positions
+        self.digest = digest
+
+    def written_to(self, position: int) -> None:
+        """The file is complete up to this position."""
+        self._positions.put(position)
+
+    def __enter__(self) -> "Follower":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.digest.cancel()
+        self._positions.put(None)
+
+
+def _follow(path: Path, positions: "SimpleQueue[int | None]") -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(2**20))
+    with path.open("rb", buffering=0) as file:
+        done = 0
+        while (end := positions.get()) is not None:
+            while done < end:
+                count = file.readinto(buffer[: min(len(buffer), end - done)])
+                if not count:
+                    raise CheckpointError(f"{path} became shorter while it was written")
+                digest.update(buffer[:count])
+                done += count
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and force it to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries to the disk, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

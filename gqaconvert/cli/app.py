@@ -1,0 +1,83 @@
+"""The application: its commands, and the one place where errors become exit codes."""
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from gqaconvert import __version__
+from gqaconvert.cli.convert import convert_command
+from gqaconvert.cli.inspect import inspect_command
+from gqaconvert.errors import GqaConvertError
+
+INTERRUPTED = 130
+ENVIRONMENT = 3
+
+
+class ErrorGroup(TyperGroup):
+    """Prints deliberate errors as one line and a hint, and exits with their code; bugs keep their traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        """Let ``--debug`` stand anywhere, as people add it to the end of a failed command."""
+        if "--debug" in args:
+            args = ["--debug", *(arg for arg in args if arg != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except GqaConvertError as error:
+            self._show(ctx, error.message, error.hint)
+            raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            self._show(ctx, f"{where}{error.strerror or error}", None)
+            raise typer.Exit(ENVIRONMENT) from None
+        except KeyboardInterrupt:
+            self._show(ctx, "interrupted", "a conversion is continued by the same command with --resume")
+            raise typer.Exit(INTERRUPTED) from None
+
+    def _show(self, ctx: Any, message: str, hint: str | None) -> None:  # noqa: ANN401
+        if ctx.params.get("debug"):
+            traceback.print_exc()
+        print(f"error: {message}", file=sys.stderr)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr)
+
+
+app = typer.Typer(
+    cls=ErrorGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"gqaconvert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Turn a multi-head-attention checkpoint into a grouped-query (GQA) or multi-query (MQA) one."""
+
+
+app.command("inspect")(inspect_command)
+app.command("convert")(convert_command)
+
+
+def main() -> None:
+    """Entry point of the ``gqaconvert`` script."""
+    app()

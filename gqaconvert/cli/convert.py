@@ -1,0 +1,167 @@
+"""``gqaconvert convert``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gqaconvert.cli.options import FamilyName, Json, Offline, Quiet, Revision, Source, size
+from gqaconvert.cli.output import byte_progress, note, print_json, safe
+from gqaconvert.errors import InputError
+
+if TYPE_CHECKING:
+    from gqaconvert.conversion import ConversionResult
+    from gqaconvert.planning import ConversionPlan
+
+
+def convert_command(
+    source: Source,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.", show_default=False)],
+    kv_heads: Annotated[
+        int | None,
+        typer.Option("--kv-heads", metavar="N", help="Number of KV heads of the output.", show_default=False),
+    ] = None,
+    mqa: Annotated[bool, typer.Option("--mqa", help="One KV head: the same as --kv-heads 1.")] = False,
+    method: Annotated[
+        str, typer.Option("--method", help="mean (the paper's), first, or random (for ablations).")
+    ] = "mean",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of --method random.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Store floats as bfloat16, float16, float32 or float64.",
+            show_default="as they are",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-shard-size",
+            parser=size,
+            metavar="SIZE",
+            help="E.g. 5GB.",
+            show_default="the source's shards",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard an interrupted run.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model in DST, once the new one is whole.")
+    ] = False,
+    family: FamilyName = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="REPO", help="Upload the finished folder.", show_default=False),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a checkpoint with fewer KV heads, by pooling the heads of each group (with more: by repeating them)."""
+    from gqaconvert.conversion import convert, convert_plan, make_recipe, plan_document
+
+    if (kv_heads is None) != mqa:
+        raise InputError("give either --kv-heads N or --mqa")
+    if resume and restart:
+        raise InputError("--resume and --restart contradict each other")
+    count = 1 if kv_heads is None else kv_heads
+    if dry_run:
+        recipe = make_recipe(count, method=method, seed=seed, dtype=dtype, max_shard_size=max_shard_size, family=family)
+        plan = convert_plan(source, recipe, revision=revision, offline=offline)
+        if json:
+            print_json(plan_document(plan, destination))
+        else:
+            _show_plan(plan, destination)
+        return
+    with byte_progress("converting", show=not (json or quiet)) as (set_total, advance):
+        result = convert(
+            source,
+            destination,
+            count,
+            method=method,
+            seed=seed,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            family=family,
+            revision=revision,
+            offline=offline,
+            resume=resume,
+            restart=restart,
+            overwrite=overwrite,
+            push_to_hub=push_to_hub,
+            on_plan=lambda plan: set_total(sum(shard.nbytes for shard in plan.shards)),
+            on_progress=advance,
+        )
+    if json:
+        print_json(result.to_json())
+    elif not quiet:
+        _show_result(result)
+
+
+def _show_result(result: "ConversionResult") -> None:
+    from gqaconvert.planning import cache_bytes_per_token
+    from gqaconvert.units import format_size
+
+    plan = result.plan
+    source, target, cache = plan.source_geometry, plan.target_geometry, cache_bytes_per_token(plan)
+    note(
+        f"{result.destination}: {source.num_key_value_heads} -> {target.num_key_value_heads} KV heads in "
+        f"{len(plan.checkpoint.sites)} layers, weights {format_size(plan.checkpoint.index.total_size)} -> "
+        f"{format_size(plan.total_size)}, KV cache per token {format_size(cache['source'])} -> "
+        f"{format_size(cache['target'])}"
+    )
+    if target.num_key_value_heads < source.num_key_value_heads:
+        note("before uptraining, expect much worse text than the source's")
+    left_out = plan.sidecars.left_out
+    for name, reason in list(left_out.items())[:5]:
+        note(f"not carried over: {name} ({reason})")
+    if len(left_out) > 5:
+        note(f"not carried over: {len(left_out) - 5} more files (--json lists them)")
+    if plan.family.caution:
+        note(f"note: {plan.family.caution}")
+    if result.commit_url:
+        note(f"uploaded: {result.commit_url}")
+
+
+def _show_plan(plan: "ConversionPlan", destination: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from gqaconvert.conversion import plan_document
+    from gqaconvert.units import format_size
+
+    document = plan_document(plan, destination)
+    console = Console(highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    heads, cache = document["num_key_value_heads"], document["cache_bytes_per_token"]
+    config = ", ".join(f"{key}: {value}" for key, value in plan.config_changes.items())
+    for label, value in (
+        ("source", plan.checkpoint.files.label),
+        ("destination", f"{destination} (nothing is written: --dry-run)"),
+        ("KV heads", f"{heads['source']} -> {heads['target']} (method {plan.recipe.method})"),
+        ("cache/token", f"{format_size(cache['source'])} -> {format_size(cache['target'])}"),
+        ("config.json", config),
+        ("tensors", f"{len(plan.changed)} change, {document['unchanged_tensors']} stay byte for byte"),
+        ("output", f"{format_size(plan.output_bytes)}, free there: {format_size(document['free_bytes'])}"),
+        ("files", ", ".join(document["files"]) or "none"),
+        ("left out", ", ".join(f"{name} ({why})" for name, why in plan.sidecars.left_out.items()) or "none"),
+    ):
+        facts.add_row(label, safe(value))
+    console.print(facts)
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("shard", "changed tensor", "from", "to"):
+        table.add_column(column, overflow="fold")
+    for shard in plan.shards:
+        changed = [tensor for tensor in shard.tensors if tensor.changed]
+        for number, tensor in enumerate(changed):
+            label = f"{shard.name} ({format_size(shard.nbytes)})" if number == 0 else ""
+            table.add_row(safe(label), safe(tensor.name), str(list(tensor.source.shape)), str(list(tensor.shape)))
+        if not changed:
+            table.add_row(safe(f"{shard.name} ({format_size(shard.nbytes)})"), "none", "", "")
+    console.print(table)

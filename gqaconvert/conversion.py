@@ -1,0 +1,495 @@
+"""Carry out a conversion plan: stream every shard into a staging folder and let the destination appear by one rename."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from gqaconvert import __version__
+from gqaconvert.card import model_card
+from gqaconvert.checkpoint import hub
+from gqaconvert.checkpoint.dtypes import SAFETENSORS_NAMES
+from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.source import fetch_source, open_source
+from gqaconvert.checkpoint.staging import Staging
+from gqaconvert.checkpoint.writer import Advance, FileFinisher, Follower, copy_range, hash_file, write_all, write_file
+from gqaconvert.errors import CheckpointError, DestinationError, GqaConvertError, InputError, StorageError
+from gqaconvert.inspection import read_checkpoint, read_provenance
+from gqaconvert.merge import get_pooling
+from gqaconvert.planning import (
+    ByteRange,
+    CastPiece,
+    ConversionPlan,
+    CopyPiece,
+    PlannedShard,
+    PoolPiece,
+    Recipe,
+    cache_bytes_per_token,
+    fingerprint,
+    index_document,
+    plan_conversion,
+    recipe_document,
+)
+from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name
+from gqaconvert.units import format_size
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+SCHEMA = "gqaconvert.convert/1"
+PROVENANCE_SCHEMA = "gqaconvert.provenance/1"
+_CAST_CHUNK = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """A finished conversion."""
+
+    destination: Path
+    plan: ConversionPlan
+    shards: Mapping[str, str]
+    resumed: tuple[str, ...]
+    commit_url: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form."""
+        return {
+            **plan_document(self.plan, self.destination),
+            "dry_run": False,
+            "shards": [
+                {"name": shard.name, "nbytes": shard.nbytes, "sha256": self.shards[shard.name]}
+                for shard in self.plan.shards
+            ],
+            "resumed_shards": list(self.resumed),
+            "commit_url": self.commit_url,
+        }
+
+
+def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
+    """A plan as JSON: everything that would be done."""
+    source, target = plan.source_geometry, plan.target_geometry
+    return {
+        "schema": SCHEMA,
+        "dry_run": True,
+        "source": plan.checkpoint.files.label,
+        "revision": plan.checkpoint.files.revision,
+        "destination": str(destination),
+        "family": plan.family.name,
+        "recipe": recipe_document(plan.recipe),
+        "num_attention_heads": source.num_attention_heads,
+        "num_key_value_heads": {"source": source.num_key_value_heads, "target": target.num_key_value_heads},
+        "cache_bytes_per_token": cache_bytes_per_token(plan),
+        "source_bytes": plan.checkpoint.index.total_size,
+        "total_size": plan.total_size,
+        "output_bytes": plan.output_bytes,
+        "free_bytes": _free_bytes(destination),
+        "config_changes": dict(plan.config_changes),
+        "shards": [{"name": shard.name, "nbytes": shard.nbytes} for shard in plan.shards],
+        "changed_tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "source_shape": list(tensor.source.shape),
+                "shape": list(tensor.shape),
+            }
+            for tensor in plan.changed
+        ],
+        "unchanged_tensors": sum(len(shard.tensors) for shard in plan.shards) - len(plan.changed),
+        "files": [output_name(name) for name in plan.sidecars.names],
+        "left_out": dict(plan.sidecars.left_out),
+    }
+
+
+def make_recipe(
+    kv_heads: int,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+    family: str | None = None,
+) -> Recipe:
+    """A recipe from the words of the command line; ``dtype`` is torch's name.
+
+    Raises:
+        InputError: an unknown type or method, or a count below 1.
+    """
+    if kv_heads < 1:
+        raise InputError(f"{kv_heads} is no number of KV heads")
+    if dtype is not None and dtype not in SAFETENSORS_NAMES:
+        raise InputError(f"no dtype {dtype!r}", hint=f"known: {', '.join(SAFETENSORS_NAMES)}")
+    get_pooling(method)
+    return Recipe(kv_heads, method, seed, SAFETENSORS_NAMES[dtype] if dtype else None, max_shard_size, family)
+
+
+def convert_plan(
+    source: str, recipe: Recipe, *, revision: str | None = None, offline: bool = False, fetch: bool = False
+) -> ConversionPlan:
+    """What a conversion would do; for a Hub id only headers travel, unless ``fetch``.
+
+    Raises:
+        GqaConvertError: whatever forbids the conversion.
+    """
+    opener = fetch_source if fetch else open_source
+    return plan_conversion(
+        read_checkpoint(opener(source, revision=revision, offline=offline), family=recipe.family), recipe
+    )
+
+
+def convert(
+    source: str,
+    destination: str | Path,
+    kv_heads: int,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+    family: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    resume: bool = False,
+    restart: bool = False,
+    overwrite: bool = False,
+    push_to_hub: str | None = None,
+    on_plan: Callable[[ConversionPlan], None] = lambda plan: None,
+    on_progress: Advance = lambda nbytes: None,
+) -> ConversionResult:
+    """Write a checkpoint with ``kv_heads`` KV heads.
+
+    Args:
+        source: folder or Hub id.
+        destination: folder to create.
+        kv_heads: KV heads of the output.
+        method: pooling method.
+        seed: for methods that draw.
+        dtype: torch name of the output's floating type, None to keep each tensor's.
+        max_shard_size: bytes, None to keep the source's sharding.
+        family: layout that the user vouches for.
+        revision: branch, tag or commit of a Hub id.
+        offline: use only what is in the Hub client's cache.
+        resume: continue an interrupted run.
+        restart: discard an interrupted run.
+        overwrite: replace a destination that is not empty, once the new one is whole.
+        push_to_hub: repository to upload the finished folder to.
+        on_plan: called once, before anything is written.
+        on_progress: called with the number of bytes that were just written.
+
+    Raises:
+        GqaConvertError: nothing was written to the destination.
+    """
+    destination = Path(destination).expanduser().absolute()
+    recipe = make_recipe(kv_heads, method=method, seed=seed, dtype=dtype, max_shard_size=max_shard_size, family=family)
+    check_destination(destination, overwrite=overwrite or resume)
+    plan = convert_plan(source, recipe, revision=revision, offline=offline, fetch=True)
+    folder = plan.checkpoint.files
+    assert isinstance(folder, LocalFolder)
+    _refuse_overlap(folder, plan, destination)
+    on_plan(plan)
+    done = _finished_earlier(plan, destination) if resume and not overwrite else None
+    if done is None:
+        check_destination(destination, overwrite=overwrite)
+        with _storage_errors(destination):
+            done = _execute(plan, folder, destination, resume=resume, restart=restart, advance=on_progress)
+    if push_to_hub is None:
+        return done
+    return ConversionResult(destination, plan, done.shards, done.resumed, hub.upload(destination, push_to_hub))
+
+
+def check_destination(destination: Path, *, overwrite: bool) -> None:
+    """Refuse destinations that would lose something.
+
+    Raises:
+        DestinationError: not a folder, not empty without ``overwrite``, or not a model folder with it.
+    """
+    if destination.is_symlink():
+        raise DestinationError(f"{destination} is a link", hint="give the folder itself")
+    if not destination.exists():
+        return
+    if not destination.is_dir():
+        raise DestinationError(f"{destination} is a file")
+    content = {path.name for path in destination.iterdir()}
+    if not content:
+        return
+    if not overwrite:
+        raise DestinationError(f"{destination} is not empty", hint="--overwrite replaces it, once the new one is whole")
+    if CONFIG not in content or destination in (Path.cwd(), *Path.cwd().parents, Path.home()):
+        raise DestinationError(
+            f"{destination} is no model folder ({CONFIG} is missing, or it is a working folder): not replaced",
+            hint="choose another destination",
+        )
+
+
+def _refuse_overlap(folder: LocalFolder, plan: ConversionPlan, destination: Path) -> None:
+    """Source and destination may not contain each other, nor may a source's shard lie in the destination by a link."""
+    target = destination.resolve()
+    places = [
+        folder.root.resolve(),
+        *(folder.path(shard.shard).resolve() for shard in plan.checkpoint.index.shards),
+    ]
+    if any(place.is_relative_to(target) or target.is_relative_to(place) for place in places):
+        raise DestinationError(
+            f"source {folder.root} and destination {destination} overlap",
+            hint="choose a destination outside the source",
+        )
+
+
+def _free_bytes(destination: Path) -> int:
+    folder = destination.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def _storage_errors(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"writing {destination} failed: {error.strerror or error}",
+            hint="what was finished is kept; after mending the cause, --resume continues",
+        ) from error
+
+
+def _finished_earlier(plan: ConversionPlan, destination: Path) -> ConversionResult | None:
+    """The result of the same conversion, if an earlier run completed it and was killed only afterwards."""
+    try:
+        record = json.loads((destination / PROVENANCE).read_text())
+        shards = {name: shard["sha256"] for name, shard in record["shards"].items()}
+        same = record == provenance(plan, shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not same or any(hash_file(destination / name) != digest for name, digest in shards.items()):
+        return None
+    return ConversionResult(destination, plan, shards, tuple(shards))
+
+
+def _execute(
+    plan: ConversionPlan,
+    folder: LocalFolder,
+    destination: Path,
+    *,
+    resume: bool,
+    restart: bool,
+    advance: Advance,
+) -> ConversionResult:
+    digest = fingerprint(plan, folder)
+    with Staging(destination) as staging:
+        if staging.interrupted and not (resume or restart):
+            raise DestinationError(
+                f"an interrupted run to {destination} was found",
+                hint="--resume continues it, --restart discards it",
+            )
+        try:
+            shards = dict(staging.begin(digest, resume=resume))
+            resumed = tuple(name for name in shards if name in {shard.name for shard in plan.shards})
+            _require_space(plan, destination, resumed)
+            _write_shards(plan, folder, staging, shards, advance)
+            if fingerprint(plan, folder) != digest:
+                raise CheckpointError(f"{folder.root} changed while it was converted", hint="convert it again")
+            _write_rest(plan, folder, staging, {shard.name: shards[shard.name] for shard in plan.shards})
+            _reopen(plan, staging)
+        except GqaConvertError as error:
+            # Bad input cannot be resumed; a full disk or a Ctrl-C can.
+            if not isinstance(error, (StorageError, DestinationError)):
+                staging.discard()
+            raise
+        staging.commit()
+    return ConversionResult(destination, plan, {shard.name: shards[shard.name] for shard in plan.shards}, resumed)
+
+
+def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str, ...]) -> None:
+    needed = plan.output_bytes - sum(shard.nbytes for shard in plan.shards if shard.name in finished)
+    free = _free_bytes(destination)
+    if needed > free:
+        raise StorageError(
+            f"{destination} needs {format_size(needed)}, {format_size(free)} are free there",
+            hint="free some space, or choose another place",
+        )
+
+
+def _write_shards(
+    plan: ConversionPlan, folder: LocalFolder, staging: Staging, finished: dict[str, str], advance: Advance
+) -> None:
+    pending: list[tuple[str, Future[str]]] = []
+
+    def collect(*, wait: bool) -> None:
+        while pending and (wait or pending[0][1].done()):
+            name, future = pending.pop(0)
+            finished[name] = future.result()
+            staging.record(name, finished[name])
+
+    with FileFinisher() as finisher, _Sources(folder) as sources:
+        for shard in plan.shards:
+            if shard.name in finished:
+                advance(shard.nbytes)
+                continue
+            path = staging.model / shard.name
+            with path.open("wb", buffering=0) as file, finisher.follow(path) as follower:
+                _write_shard(plan, shard, sources, file, follower, advance)
+            pending.append((shard.name, follower.digest))
+            collect(wait=False)
+        collect(wait=True)
+
+
+class _Sources(ExitStack):
+    """The source's shards, each opened once."""
+
+    def __init__(self, folder: LocalFolder) -> None:
+        super().__init__()
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+
+    def descriptor(self, shard: str) -> int:
+        if shard not in self._files:
+            self._files[shard] = self.enter_context(self._folder.path(shard).open("rb", buffering=0))  # type: ignore[arg-type]
+        return self._files[shard].fileno()
+
+    def read(self, place: ByteRange, offset: int = 0, count: int | None = None) -> bytearray:
+        data = bytearray(place.nbytes if count is None else count)
+        view, start = memoryview(data), place.start + offset
+        while view:
+            done = os.preadv(self.descriptor(place.shard), [view], start)
+            if done == 0:
+                raise CheckpointError(f"{place.shard} became shorter while it was read")
+            view, start = view[done:], start + done
+        return data
+
+
+def _write_shard(
+    plan: ConversionPlan,
+    shard: PlannedShard,
+    sources: _Sources,
+    file: BinaryIO,
+    follower: Follower,
+    advance: Advance,
+) -> None:
+    target = file.fileno()
+
+    def progress(count: int) -> None:
+        follower.written_to(file.tell())
+        advance(count)
+
+    progress(write_all(target, shard.header))
+    for piece in _coalesced(shard):
+        if isinstance(piece[1], CopyPiece):
+            source = piece[1].source
+            copy_range(sources.descriptor(source.shard), target, source.start, source.nbytes, progress)
+        else:
+            for data in _computed(plan, piece[0], piece[1], sources):
+                progress(write_all(target, data))
+
+
+def _coalesced(shard: PlannedShard) -> Iterator[tuple[str, CopyPiece] | tuple[str, PoolPiece | CastPiece]]:
+    """The pieces of a shard with the type they get; neighbours that are copied in one go are one piece."""
+    run: ByteRange | None = None
+    for tensor in shard.tensors:
+        for piece in tensor.pieces:
+            if isinstance(piece, CopyPiece):
+                source = piece.source
+                if run and (run.shard, run.start + run.nbytes) == (source.shard, source.start):
+                    run = ByteRange(run.shard, run.start, run.nbytes + source.nbytes)
+                    continue
+            if run:
+                yield "", CopyPiece(run)
+            run = piece.source if isinstance(piece, CopyPiece) else None
+            if not isinstance(piece, CopyPiece):
+                yield tensor.dtype, piece
+    if run:
+        yield "", CopyPiece(run)
+
+
+def _computed(
+    plan: ConversionPlan, dtype: str, piece: PoolPiece | CastPiece, sources: _Sources
+) -> Iterator[memoryview]:
+    from gqaconvert.merge.execute import cast, pool_heads
+
+    if isinstance(piece, CastPiece):
+        for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
+            count = min(_CAST_CHUNK, piece.source.nbytes - offset)
+            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.source.shard)
+        return
+    yield from pool_heads(
+        [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
+        shape=(piece.rows, piece.row_size),
+        source_dtype=piece.source_dtype,
+        target_dtype=dtype,
+        pooling=get_pooling(plan.recipe.method),
+        role=piece.role,
+        key=piece.key,
+        seed=plan.recipe.seed,
+        initializer_range=plan.initializer_range,
+    )
+
+
+def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, shards: Mapping[str, str]) -> None:
+    """Everything but the shards; config.json and the index come last, so that nothing looks complete before."""
+    for name in plan.sidecars.names:
+        target = staging.model / output_name(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with folder.path(name).open("rb") as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
+            os.fsync(file.fileno())
+    source_card = _source_card(folder)
+    write_file(staging.model / CARD, model_card(plan, source_card).encode())
+    write_file(staging.model / PROVENANCE, _json(provenance(plan, shards)))
+    if plan.index_file:
+        write_file(staging.model / plan.index_file, _json(index_document(plan)))
+    write_file(staging.model / CONFIG, _json(plan.config))
+
+
+def _source_card(folder: LocalFolder) -> str:
+    name = SOURCE_CARD if SOURCE_CARD in folder.sizes else CARD
+    return folder.read_bytes(name).decode("utf-8", "replace") if name in folder.sizes else ""
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def provenance(plan: ConversionPlan, shards: Mapping[str, str]) -> dict[str, Any]:
+    """gqaconvert.json: where the output comes from. Holds no time, so equal runs give equal bytes."""
+    checkpoint, source, target = plan.checkpoint, plan.source_geometry, plan.target_geometry
+    return {
+        "schema": PROVENANCE_SCHEMA,
+        "tool": {"name": "gqaconvert", "version": __version__},
+        "source": {
+            "id": checkpoint.files.label,
+            "revision": checkpoint.files.revision,
+            "model_type": checkpoint.config.model_type,
+            "family": plan.family.name,
+            "num_attention_heads": source.num_attention_heads,
+            "num_key_value_heads": source.num_key_value_heads,
+            "head_dim": source.head_dim,
+            "total_size": checkpoint.index.total_size,
+            "provenance": read_provenance(checkpoint.files),
+        },
+        "recipe": recipe_document(plan.recipe),
+        "result": {
+            "num_key_value_heads": target.num_key_value_heads,
+            "total_size": plan.total_size,
+            "cache_bytes_per_token": cache_bytes_per_token(plan)["target"],
+        },
+        "shards": {shard.name: {"sha256": shards[shard.name], "nbytes": shard.nbytes} for shard in plan.shards},
+    }
+
+
+def _reopen(plan: ConversionPlan, staging: Staging) -> None:
+    """Open every written shard with the safetensors library itself, before anything gets a final name."""
+    from safetensors import SafetensorError, safe_open
+
+    for shard in plan.shards:
+        try:
+            with safe_open(staging.model / shard.name, framework="pt") as file:
+                names = set(file.keys())
+        except SafetensorError as error:
+            raise CheckpointError(f"the safetensors library refuses {shard.name}: {error}") from error
+        assert names == {tensor.name for tensor in shard.tensors}, shard.name
+    assert sys.byteorder == "little", "safetensors files are little-endian"

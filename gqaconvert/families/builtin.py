@@ -1,0 +1,140 @@
+"""Every built-in family, as data.
+
+Checked against the stock classes of transformers 5.24: strict load and logits of the converted model against the
+source with each group's heads replaced by their mean (tests/families).
+"""
+
+from gqaconvert.families.family import KV_HEADS, Family, Form, Layout, Part, Position
+
+SEPARATE = {"q_proj": Part.QUERY, "k_proj": Part.KEY, "v_proj": Part.VALUE, "o_proj": Part.OUTPUT}
+SHARED_NORMS = SEPARATE | {"q_norm": Part.UNTOUCHED, "k_norm": Part.KEY_NORM_SHARED}
+WIDE_NORMS = SEPARATE | {"q_norm": Part.UNTOUCHED, "k_norm": Part.KEY_NORM}
+DENSE = {"q_proj": Part.QUERY, "k_proj": Part.KEY, "v_proj": Part.VALUE, "dense": Part.OUTPUT}
+FUSED = {"query_key_value": Part.QKV, "dense": Part.OUTPUT}
+OUT_PROJ = {"q_proj": Part.QUERY, "k_proj": Part.KEY, "v_proj": Part.VALUE, "out_proj": Part.OUTPUT}
+
+FALCON_FLAGS = {
+    "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False,
+    "num_ln_in_parallel_attn": None,
+}  # fmt: skip
+FALCON_ONE = Form({"multi_query": True, "new_decoder_architecture": False}, frozenset({"one"}), Layout.BLOCKS)
+FALCON_SOME = Form(
+    {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "num_ln_in_parallel_attn": 1},
+    frozenset({"some"}),
+    Layout.GROUPS,
+    requires={"parallel_attn": True},
+)
+FALCON_ALL = Form({"multi_query": False, "num_kv_heads": KV_HEADS}, frozenset({"all"}), Layout.GROUPS)
+
+NO_COUNT = "its stock class in transformers has no setting for fewer KV heads, so nothing could load the result"
+
+
+def _not_native(name: str, parts: dict[str, Part], **fields: object) -> Family:
+    return Family(name, (name,), parts, forms=(), refusal=NO_COUNT, **fields)  # type: ignore[arg-type]
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", ("llama",), SEPARATE),
+    Family("mistral", ("mistral",), SEPARATE),
+    Family("mixtral", ("mixtral",), SEPARATE),
+    Family("qwen2", ("qwen2",), SEPARATE),
+    Family("qwen2_moe", ("qwen2_moe",), SEPARATE),
+    Family("qwen3", ("qwen3",), SHARED_NORMS),
+    Family("qwen3_moe", ("qwen3_moe",), SHARED_NORMS),
+    Family("phi", ("phi",), DENSE | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED}),
+    Family("phi3", ("phi3",), {"qkv_proj": Part.QKV, "o_proj": Part.OUTPUT}, layout=Layout.BLOCKS),
+    Family("stablelm", ("stablelm",), SEPARATE | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_LIST}),
+    Family("gemma", ("gemma",), SEPARATE),
+    Family("gemma2", ("gemma2",), SEPARATE),
+    Family("gemma3", ("gemma3_text",), SHARED_NORMS),
+    Family("olmo", ("olmo",), SEPARATE, caution="clip_qkv: the mean of clipped keys is not the clipped mean"),
+    Family("olmo2", ("olmo2",), WIDE_NORMS),
+    Family("olmoe", ("olmoe",), WIDE_NORMS, caution="clip_qkv: the mean of clipped keys is not the clipped mean"),
+    Family("cohere", ("cohere",), WIDE_NORMS, position=Position.ROPE_PAIRS),
+    Family("cohere2", ("cohere2",), SEPARATE, position=Position.ROPE_PAIRS),
+    Family("granite", ("granite",), SEPARATE),
+    Family("granitemoe", ("granitemoe",), SEPARATE),
+    Family("starcoder2", ("starcoder2",), SEPARATE),
+    Family("nemotron", ("nemotron",), SEPARATE),
+    Family("smollm3", ("smollm3",), SEPARATE),
+    Family("exaone4", ("exaone4",), SHARED_NORMS),
+    Family("glm", ("glm",), SEPARATE, position=Position.ROPE_PAIRS),
+    Family("glm4", ("glm4",), SEPARATE, position=Position.ROPE_PAIRS),
+    Family("gpt_oss", ("gpt_oss",), SEPARATE | {"sinks": Part.UNTOUCHED}),
+    Family("helium", ("helium",), SEPARATE, position=Position.ROPE_PAIRS),
+    Family("ernie4_5", ("ernie4_5",), SEPARATE, position=Position.ROPE_PAIRS),
+    Family("seed_oss", ("seed_oss",), SEPARATE),
+    Family("bitnet", ("bitnet",), SEPARATE | {"attn_sub_norm": Part.UNTOUCHED}),
+    Family("arcee", ("arcee",), SEPARATE),
+    Family("apertus", ("apertus",), SHARED_NORMS),
+    Family(
+        "hunyuan_v1_dense", ("hunyuan_v1_dense",),
+        SEPARATE | {"query_layernorm": Part.UNTOUCHED, "key_layernorm": Part.KEY_NORM_SHARED},
+    ),
+    Family(
+        "falcon", ("falcon",), FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS,
+        forms=(Form({"num_kv_heads": KV_HEADS}),),
+        when={"new_decoder_architecture": True}, defaults=FALCON_FLAGS,
+    ),
+    Family(
+        "falcon-mqa", ("falcon", "RefinedWebModel"), FUSED, stack="h", attention="self_attention", layout=Layout.BLOCKS,
+        forms=(FALCON_ONE, FALCON_SOME, FALCON_ALL),
+        when={"new_decoder_architecture": False, "multi_query": True}, defaults=FALCON_FLAGS,
+    ),
+    Family(
+        "falcon-mha", ("falcon", "RefinedWebModel"), FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS,
+        forms=(FALCON_ONE, FALCON_SOME, FALCON_ALL),
+        when={"new_decoder_architecture": False, "multi_query": False}, defaults=FALCON_FLAGS,
+    ),
+    Family(
+        "gpt_bigcode-mqa", ("gpt_bigcode",), {"c_attn": Part.QKV, "c_proj": Part.OUTPUT},
+        stack="h", attention="attn", layout=Layout.BLOCKS, position=Position.LEARNED,
+        forms=(
+            Form({"multi_query": True}, frozenset({"one"}), Layout.BLOCKS),
+            Form({"multi_query": False}, frozenset({"all"}), Layout.GROUPS),
+        ),
+        when={"multi_query": True}, defaults={"multi_query": True},
+    ),
+    Family(
+        "gpt_bigcode-mha", ("gpt_bigcode",), {"c_attn": Part.QKV, "c_proj": Part.OUTPUT},
+        stack="h", attention="attn", layout=Layout.GROUPS, position=Position.LEARNED,
+        forms=(
+            Form({"multi_query": True}, frozenset({"one"}), Layout.BLOCKS),
+            Form({"multi_query": False}, frozenset({"all"}), Layout.GROUPS),
+        ),
+        when={"multi_query": False}, defaults={"multi_query": True},
+    ),
+    # Known, and refused: inspect names them, convert says why.
+    _not_native("gpt_neox", FUSED, attention="attention", layout=Layout.GROUPS),
+    _not_native("bloom", FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS, position=Position.ALIBI),
+    _not_native(
+        "persimmon",
+        FUSED | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED},
+        layout=Layout.GROUPS,
+    ),
+    _not_native(
+        "mpt", {"Wqkv": Part.QKV, "out_proj": Part.OUTPUT},
+        stack="blocks", attention="attn", layout=Layout.BLOCKS, position=Position.ALIBI,
+    ),
+    _not_native("gptj", OUT_PROJ, stack="h", attention="attn", position=Position.ROPE_PAIRS),
+    _not_native("gpt_neo", OUT_PROJ, stack="h", attention="attn.attention", position=Position.LEARNED),
+    _not_native("opt", OUT_PROJ, position=Position.LEARNED),
+    Family(
+        "diffllama", ("diffllama",), SEPARATE | dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"), Part.UNTOUCHED),
+        forms=(), refusal="its attention subtracts heads of two halves from each other, so neighbours are no group",
+    ),
+)  # fmt: skip
+
+REFUSED_TYPES: dict[str, str] = {
+    **dict.fromkeys(("gpt2", "codegen"), NO_COUNT),
+    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "whisper", "marian"), NO_COUNT),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash"),
+        "multi-head latent attention already caches one compressed vector for all heads; there are no KV heads to merge",
+    ),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"),
+        "it has no softmax attention, and so no KV cache to shrink",
+    ),
+}
+"""model_type -> why it is refused, for architectures whose layout is not declared here."""

@@ -1,0 +1,80 @@
+"""config.json, read with distrust: values by any of their names, at the level where the decoder's keys are."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gqaconvert.errors import CheckpointError
+
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+HEAD_DIM = ("head_dim", "d_kv")
+_LARGEST = 2**24
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A parsed config.json.
+
+    Attributes:
+        raw: the whole document.
+        path: where the text decoder's keys are: () or ("text_config",).
+    """
+
+    raw: Mapping[str, Any]
+    path: tuple[str, ...]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Find the decoder's level: transformers lets ``text_config`` win over keys at the top."""
+        nested = raw.get("text_config")
+        return cls(raw, ("text_config",) if isinstance(nested, dict) and nested else ())
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The level that describes the decoder."""
+        level: Any = self.raw
+        for key in self.path:
+            level = level[key]
+        return level  # type: ignore[no-any-return]
+
+    @property
+    def model_type(self) -> str:
+        """``model_type`` of the decoder, or of the whole where the nested level does not say."""
+        found = self.text.get("model_type") or self.raw.get("model_type") or ""
+        return found if isinstance(found, str) else ""
+
+    def count(self, names: tuple[str, ...]) -> int | None:
+        """A positive whole number under the first of ``names`` that is set; absent and null are the same.
+
+        Raises:
+            CheckpointError: the value is no such number, or absurdly large.
+        """
+        for name in names:
+            value = self.text.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
+                raise CheckpointError(f"config.json: {name} is {str(value)[:80]}, not a sensible whole number")
+            return value
+        return None
+
+    def matches(self, wanted: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+        """Whether all of ``wanted`` hold, absent keys counting as the config class's defaults."""
+        return all(self.text.get(key, defaults.get(key)) == value for key, value in wanted.items())
+
+    def with_values(self, changes: Mapping[str, Any], *, everywhere: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The document with ``changes`` made at the decoder's level, and ``everywhere`` wherever those keys exist."""
+        document = copy.deepcopy(dict(self.raw))
+        level = document
+        for key in self.path:
+            level = level[key]
+        level.update(changes)
+        # A flat copy of a nested key would contradict it.
+        document.update({key: value for key, value in changes.items() if key in document})
+        for candidate in (document, *(value for value in document.values() if isinstance(value, dict))):
+            candidate.update({key: value for key, value in (everywhere or {}).items() if key in candidate})
+        return document

@@ -1,0 +1,110 @@
+"""What a model family is: where attention tensors are, how heads lie in them, and which KV-head counts can be written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+
+class Part(Enum):
+    """The role of a tensor (or of its weight and bias) inside one attention module."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    OUTPUT = "output"
+    QKV = "qkv"
+    KEY_NORM = "key norm, its own for each KV head"
+    KEY_NORM_LIST = "key norm, one tensor a KV head"
+    KEY_NORM_SHARED = "key norm, one for all KV heads"
+    UNTOUCHED = "untouched"
+
+
+class Layout(Enum):
+    """How query, key and value heads follow each other along the output axis of the projections."""
+
+    SEPARATE = "separate"
+    """q, k and v have a tensor each, heads in order."""
+    BLOCKS = "fused, blocks"
+    """One tensor: all query heads, all key heads, all value heads (Phi-3; gpt_bigcode and Falcon with one KV head)."""
+    GROUPS = "fused, by KV head"
+    """One tensor: per KV head its query heads, its key head, its value head (Falcon; per head q, k, v where H = G)."""
+
+
+class Position(Enum):
+    """How the attention knows positions; decides what a merge may do to K."""
+
+    ROPE_HALF = "rope (half-split)"
+    """Rotary pairs (i, i + rotary_dim/2), as in Llama."""
+    ROPE_PAIRS = "rope (interleaved)"
+    """Rotary pairs (2i, 2i + 1), as in GPT-J, GLM, Cohere."""
+    ALIBI = "alibi"
+    LEARNED = "learned"
+    RELATIVE = "relative bias"
+
+
+class KvHeads(Enum):
+    """Stands for the new number of KV heads in a `Form`'s config values."""
+
+    COUNT = "KV_HEADS"
+
+
+KV_HEADS: Final = KvHeads.COUNT
+
+Count = Literal["one", "some", "all"]
+"""Which KV-head counts: 1, 1 < G < H, or G = H."""
+
+
+def _frozen(items: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(items))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A shape in which the family's stock class holds certain KV-head counts.
+
+    Attributes:
+        config: keys of config.json to set; `KV_HEADS` stands for the count.
+        counts: the counts that this form can express.
+        layout: of the output, None for the source's.
+        requires: config values without which the form does not exist.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=lambda: _frozen({"num_key_value_heads": KV_HEADS}))
+    counts: frozenset[Count] = frozenset(("one", "some", "all"))
+    layout: Layout | None = None
+    requires: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, declared once.
+
+    Attributes:
+        name: of the family; several families may share a model_type and differ in ``when``.
+        model_types: config.json's ``model_type`` values.
+        stack: last component of the path of the decoder's layers ("layers" in ``model.layers.7.self_attn``).
+        attention: path of the attention module inside a layer.
+        parts: names inside the attention module -> their role. Names not listed here are refused.
+        layout: of the projections.
+        position: the position scheme.
+        forms: what can be written; empty if the stock class has no KV-head count.
+        when: config values that select this family among those with the same model_type.
+        defaults: what the stock config class assumes for the keys of ``when`` and of the forms' ``requires``.
+        refusal: why nothing can be converted, for families that are known and refused.
+        caution: a truth about this family that its user should hear.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    parts: Mapping[str, Part]
+    stack: str = "layers"
+    attention: str = "self_attn"
+    layout: Layout = Layout.SEPARATE
+    position: Position = Position.ROPE_HALF
+    forms: tuple[Form, ...] = (Form(),)
+    when: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
+    defaults: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
+    refusal: str | None = None
+    caution: str | None = None

@@ -1,0 +1,407 @@
+"""What a conversion will do, decided from headers alone: every output tensor as a recipe of source bytes.
+
+The uniform view behind it: along the output axis, every tensor that belongs to K or V is a row of head blocks, each
+contiguous in the file. A separate k_proj is [key 0, key 1, ...]; a fused tensor is query, key and value blocks in the
+layout's order; a key norm that spans the KV heads is key blocks with one element a row. An output tensor lists its own
+blocks in the target's layout; query blocks are copied, a key or value block is pooled from (or, when the count grows,
+copied from) its group's blocks in the source.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from gqaconvert import __version__
+from gqaconvert.checkpoint import dtypes
+from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.headers import TensorEntry, build_header
+from gqaconvert.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
+from gqaconvert.errors import InputError, UnsupportedFormatError
+from gqaconvert.families import KV_HEADS, Family, Layout, Part
+from gqaconvert.families.sites import AttentionGeometry, AttentionSite, SiteTensor, form_for, output_layout
+from gqaconvert.inspection import Checkpoint
+from gqaconvert.merge import get_pooling
+from gqaconvert.merge.pooling import Role
+from gqaconvert.sidecars import Sidecars, plan_sidecars
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user asked for, as far as it decides the output's bytes.
+
+    Attributes:
+        num_key_value_heads: KV heads of the output.
+        method: name of a pooling method.
+        seed: for methods that draw.
+        dtype: safetensors name of the output's floating type, None to keep each tensor's own.
+        max_shard_size: bytes, None to keep the source's sharding.
+        family: name given by the user, None to find it.
+    """
+
+    num_key_value_heads: int
+    method: str = "mean"
+    seed: int = 0
+    dtype: str | None = None
+    max_shard_size: int | None = None
+    family: str | None = None
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a source shard; ``start`` counts from the beginning of the file."""
+
+    shard: str
+    start: int
+    nbytes: int
+
+
+class CopyPiece(NamedTuple):
+    """Bytes that go into the output as they are."""
+
+    source: ByteRange
+
+
+class CastPiece(NamedTuple):
+    """Elements that go into the output in another floating type."""
+
+    source: ByteRange
+    source_dtype: str
+
+
+class PoolPiece(NamedTuple):
+    """One head of the output: ``sources`` are the group's heads, each (rows, row_size) elements of ``source_dtype``."""
+
+    sources: tuple[ByteRange, ...]
+    source_dtype: str
+    rows: int
+    row_size: int
+    role: Role
+    key: str
+
+
+Piece = CopyPiece | CastPiece | PoolPiece
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the output: its bytes are its pieces', one after the other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    source: TensorEntry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output."""
+        return dtypes.nbytes(self.dtype, math.prod(self.shape))
+
+    @property
+    def changed(self) -> bool:
+        """Whether heads are pooled, repeated or reordered (a mere cast is no change)."""
+        return self.shape != self.source.shape or any(isinstance(piece, PoolPiece) for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """One safetensors file of the output."""
+
+    name: str
+    header: bytes
+    tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.data_bytes
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Everything about an output before a byte of it is written."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    family: Family
+    source_geometry: AttentionGeometry
+    target_geometry: AttentionGeometry
+    config_changes: Mapping[str, Any]
+    config: Mapping[str, Any]
+    initializer_range: float
+    shards: tuple[PlannedShard, ...]
+    sidecars: Sidecars
+
+    @property
+    def index_file(self) -> str | None:
+        """Name of the index, None if the output is one file."""
+        return None if [shard.name for shard in self.shards] == [SINGLE_FILE] else INDEX_FILE
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(shard.data_bytes for shard in self.shards)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all files that will be written, the small generated ones not counted."""
+        return sum(shard.nbytes for shard in self.shards) + self.sidecars.nbytes
+
+    @property
+    def changed(self) -> tuple[PlannedTensor, ...]:
+        """The tensors that differ from the source by more than their type."""
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors if tensor.changed)
+
+
+def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
+    """Decide everything about the output.
+
+    Raises:
+        HeadCountError: the count is not legal for this model.
+        UnsupportedModelError: the family cannot be converted.
+        UnsupportedFormatError: K or V are stored in a type that cannot be pooled.
+        CheckpointError: the checkpoint has errors that forbid a conversion.
+    """
+    sites = checkpoint.require_sites()
+    family, config, index = checkpoint.require_family(), checkpoint.config, checkpoint.index
+    get_pooling(recipe.method)
+    source = sites[0].geometry
+    form = form_for(family, config, source, recipe.num_key_value_heads)
+    target = source.with_kv_heads(recipe.num_key_value_heads)
+    changes = {key: target.num_key_value_heads if value is KV_HEADS else value for key, value in form.config.items()}
+    layouts = (family.layout, output_layout(family, form))
+    touched = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
+    tensors = [
+        (
+            shard.shard,
+            [_retyped(tensor, recipe.dtype) for tensor in _plan_shard(shard.entries, touched, layouts, target)],
+        )
+        for shard in index.shards
+    ]
+    dtype_keys = dict.fromkeys(("dtype", "torch_dtype"), dtypes.TORCH_NAMES[recipe.dtype]) if recipe.dtype else {}
+    initializer_range = config.text.get("initializer_range", 0.02)
+    if not isinstance(initializer_range, (int, float)) or not 0 < initializer_range < 10:
+        raise InputError(f"config.json: initializer_range is {str(initializer_range)[:80]}, not a sensible number")
+    return ConversionPlan(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        family=family,
+        source_geometry=source,
+        target_geometry=target,
+        config_changes=changes,
+        config=config.with_values(changes, everywhere=dtype_keys),
+        initializer_range=float(initializer_range),
+        shards=_shards(tensors, index, recipe.max_shard_size),
+        sidecars=plan_sidecars(index),
+    )
+
+
+def _plan_shard(
+    entries: tuple[TensorEntry, ...],
+    touched: Mapping[str, tuple[AttentionSite, SiteTensor]],
+    layouts: tuple[Layout, Layout],
+    target: AttentionGeometry,
+) -> Iterator[PlannedTensor]:
+    for entry in entries:
+        if entry.name not in touched or touched[entry.name][1].part in _KEPT:
+            yield PlannedTensor(entry.name, entry.dtype, entry.shape, (CopyPiece(_bytes(entry)),), entry)
+        elif touched[entry.name][1].part is Part.KEY_NORM_LIST:
+            yield from _norm_list(*touched[entry.name], target)
+        else:
+            yield _blocks(*touched[entry.name], layouts, target)
+
+
+_KEPT = frozenset((Part.QUERY, Part.OUTPUT, Part.KEY_NORM_SHARED))
+
+
+class _Block(NamedTuple):
+    part: Part
+    head: int
+    rows: int
+
+
+def head_blocks(part: Part, layout: Layout, geometry: AttentionGeometry) -> list[_Block]:
+    """The blocks of a tensor with this role along its output axis."""
+    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+    key_rows, value_rows = geometry.head_dim, geometry.value_head_dim
+    if part is Part.VALUE:
+        return [_Block(Part.VALUE, head, value_rows) for head in range(kv_heads)]
+    if part in (Part.KEY, Part.KEY_NORM):
+        return [_Block(Part.KEY, head, key_rows) for head in range(kv_heads)]
+    assert part is Part.QKV
+    queries = [_Block(Part.QUERY, head, key_rows) for head in range(heads)]
+    keys = [_Block(Part.KEY, head, key_rows) for head in range(kv_heads)]
+    values = [_Block(Part.VALUE, head, value_rows) for head in range(kv_heads)]
+    if layout is Layout.BLOCKS:
+        return queries + keys + values
+    assert layout is Layout.GROUPS
+    share = geometry.queries_per_kv
+    return [
+        block
+        for group in range(kv_heads)
+        for block in (*queries[group * share : (group + 1) * share], keys[group], values[group])
+    ]
+
+
+def _blocks(
+    site: AttentionSite, tensor: SiteTensor, layouts: tuple[Layout, Layout], target: AttentionGeometry
+) -> PlannedTensor:
+    """A tensor made of head blocks, in the output's layout."""
+    entry, part = tensor.entry, tensor.part
+    _require_poolable(entry)
+    blocks = head_blocks(part, layouts[0], site.geometry)
+    total_rows = sum(block.rows for block in blocks)
+    row_size = entry.numel // total_rows
+    row_bytes = dtypes.nbytes(entry.dtype, row_size)
+    places: dict[tuple[Part, int], ByteRange] = {}
+    start = entry.start
+    for block in blocks:
+        places[block.part, block.head] = ByteRange(entry.shard, start, block.rows * row_bytes)
+        start += block.rows * row_bytes
+    role = Role.NORM if part is Part.KEY_NORM else Role.BIAS if tensor.leaf == "bias" else Role.WEIGHT
+    pieces: list[Piece] = []
+    output_rows = 0
+    for block in head_blocks(part, layouts[1], target):
+        output_rows += block.rows
+        if block.part is Part.QUERY:
+            pieces.append(CopyPiece(places[block.part, block.head]))
+            continue
+        heads = source_heads(block.head, site.geometry.num_key_value_heads, target.num_key_value_heads)
+        sources = tuple(places[block.part, head] for head in heads)
+        key = f"{entry.name}/{block.part.name}/{block.head}"
+        pieces.append(_pooled(sources, entry.dtype, block.rows, row_size, role, key))
+    shape = (entry.shape[0] * output_rows // total_rows, *entry.shape[1:])
+    return PlannedTensor(entry.name, entry.dtype, shape, tuple(pieces), entry)
+
+
+def source_heads(head: int, source_count: int, target_count: int) -> range:
+    """The source KV heads that make up KV head ``head`` of the output: consecutive ones, or one that is repeated."""
+    if target_count <= source_count:
+        size = source_count // target_count
+        return range(head * size, (head + 1) * size)
+    return range(head * source_count // target_count, head * source_count // target_count + 1)
+
+
+def _pooled(
+    sources: tuple[ByteRange, ...], dtype: str, rows: int, row_size: int, role: Role, key: str
+) -> CopyPiece | PoolPiece:
+    if len(sources) == 1:
+        return CopyPiece(sources[0])
+    return PoolPiece(sources, dtype, rows, row_size, role, key)
+
+
+def _norm_list(site: AttentionSite, tensor: SiteTensor, target: AttentionGeometry) -> Iterator[PlannedTensor]:
+    """Key norms with one tensor a KV head: renumbered, all written where number 0 was."""
+    if tensor.number:
+        return
+    siblings = {other.number: other.entry for other in site.tensors if (other.part, other.leaf) == tensor[2:4]}
+    for entry in siblings.values():
+        _require_poolable(entry)
+    for head in range(target.num_key_value_heads):
+        heads = source_heads(head, site.geometry.num_key_value_heads, target.num_key_value_heads)
+        name = f"{site.prefix}{tensor.name}.norms.{head}.{tensor.leaf}"
+        entry = siblings[heads[0]]
+        sources = tuple(_bytes(siblings[number]) for number in heads)
+        piece = _pooled(sources, entry.dtype, entry.numel, 1, Role.NORM, name)
+        yield PlannedTensor(name, entry.dtype, entry.shape, (piece,), entry)
+
+
+def _bytes(entry: TensorEntry) -> ByteRange:
+    return ByteRange(entry.shard, entry.start, entry.nbytes)
+
+
+def _require_poolable(entry: TensorEntry) -> None:
+    if entry.dtype not in dtypes.TORCH_NAMES:
+        raise UnsupportedFormatError(
+            f"{entry.name} is stored as {entry.dtype}: heads can be pooled in {', '.join(dtypes.TORCH_NAMES)} only",
+            hint="convert the original weights, then quantise the result",
+        )
+
+
+def _retyped(tensor: PlannedTensor, dtype: str | None) -> PlannedTensor:
+    """The tensor in another floating type; whatever is no float keeps its own."""
+    if dtype is None or tensor.dtype == dtype or tensor.dtype not in dtypes.TORCH_NAMES:
+        return tensor
+    pieces = tuple(
+        CastPiece(piece.source, tensor.dtype) if isinstance(piece, CopyPiece) else piece for piece in tensor.pieces
+    )
+    return PlannedTensor(tensor.name, dtype, tensor.shape, pieces, tensor.source)
+
+
+def _shards(
+    tensors: list[tuple[str, list[PlannedTensor]]], index: CheckpointIndex, max_shard_size: int | None
+) -> tuple[PlannedShard, ...]:
+    metadata: dict[str, str] = {}
+    for shard in index.shards:
+        metadata.update(shard.metadata)
+    metadata["format"] = "pt"
+    if max_shard_size is None:
+        single = len(tensors) == 1
+        return tuple(_shard(SINGLE_FILE if single else name, found, metadata) for name, found in tensors)
+    packed: list[list[PlannedTensor]] = [[]]
+    room = max_shard_size
+    for tensor in (tensor for _, found in tensors for tensor in found):
+        if tensor.nbytes > room and packed[-1]:
+            packed.append([])
+            room = max_shard_size
+        packed[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(packed) == 1:
+        return (_shard(SINGLE_FILE, packed[0], metadata),)
+    return tuple(
+        _shard(f"model-{number:05d}-of-{len(packed):05d}.safetensors", found, metadata)
+        for number, found in enumerate(packed, start=1)
+    )
+
+
+def _shard(name: str, tensors: list[PlannedTensor], metadata: Mapping[str, str]) -> PlannedShard:
+    # Wide types first, as the library writes them: every tensor stays aligned to its element size.
+    ordered = sorted(tensors, key=lambda tensor: -dtypes.BITS[tensor.dtype])
+    header = build_header(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata)
+    return PlannedShard(name, header, tuple(ordered))
+
+
+def cache_bytes_per_token(plan: ConversionPlan) -> dict[str, int]:
+    """KV-cache bytes a token before and after, in the type of K before and after."""
+    geometry = plan.source_geometry
+    width = (geometry.head_dim + geometry.value_head_dim) * len(plan.checkpoint.sites)
+    changed = plan.changed[0]
+    return {
+        "source": width * geometry.num_key_value_heads * dtypes.BITS[changed.source.dtype] // 8,
+        "target": width * plan.target_geometry.num_key_value_heads * dtypes.BITS[changed.dtype] // 8,
+    }
+
+
+def index_document(plan: ConversionPlan) -> dict[str, Any]:
+    """The content of model.safetensors.index.json."""
+    weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors}
+    return {"metadata": {"total_size": plan.total_size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def recipe_document(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON, for provenance and for telling two runs apart."""
+    return asdict(recipe)
+
+
+def fingerprint(plan: ConversionPlan, source: LocalFolder) -> str:
+    """A digest of all that decides the output's bytes; a resumed run must have the same.
+
+    The headers of the source's shards are in it, and the time of their last change, not their data.
+    """
+    shards = plan.checkpoint.index.shards
+    state = {
+        "tool": __version__,
+        "recipe": recipe_document(plan.recipe),
+        "source": [(shard.shard, source.stamp(shard.shard), list(shard.entries)) for shard in shards],
+        "config": plan.config,
+        "sidecars": [(name, source.stamp(name)) for name in plan.sidecars.names],
+        "headers": [(shard.name, hashlib.sha256(shard.header).hexdigest()) for shard in plan.shards],
+    }
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
