@@ -45,6 +45,7 @@ def model_card(plan: ConversionPlan, source_card: str) -> str:
         "",
         *_explanation(plan),
         "",
+        *([f"Note: {caution}.", ""] if (caution := plan.family.caution_for(plan.checkpoint.config.text)) else []),
         "The recipe and the files' hashes are in `gqaconvert.json`."
         + (f" The source's own card is `{SOURCE_CARD}`." if source_card else ""),
         "",
@@ -61,9 +62,10 @@ def _explanation(plan: ConversionPlan) -> list[str]:
         "first": "the first head of the group",
         "random": f"freshly initialised (seed {recipe.seed})",
     }.get(recipe.method, recipe.method)
+    saying = f"`{recipe.method}`: {how}"
     return [
         f"Query head `h` reads KV head `h // {target.queries_per_kv}`. The key and value projections of each group of",
-        f"consecutive heads were merged (method `{recipe.method}`: {how}); all other weights are those of the source.",
+        f"consecutive heads were merged (method {saying}); other weights are those of the source.",
         "",
         "**Before uptraining, expect much worse text than the source's.** Ainslie et al. (EMNLP 2023,",
         "[arXiv:2305.13245](https://arxiv.org/abs/2305.13245)) continue pre-training for 5% of the original steps after",
@@ -73,9 +75,11 @@ def _explanation(plan: ConversionPlan) -> list[str]:
 
 def front_matter(card: str) -> dict[str, Any]:
     """The YAML fields at the top of a model card; empty where there are none or they are not readable."""
+    if not card.startswith("---"):
+        return {}
     from huggingface_hub import RepoCard
 
     try:
-        return dict(RepoCard(card, ignore_metadata_errors=True).data.to_dict())
+        return dict(vars(RepoCard(card, ignore_metadata_errors=True).data))
     except Exception:  # a hostile card must not stop a conversion; the YAML parser raises many kinds
         return {}

@@ -1,4 +1,4 @@
-"""Carry out a conversion plan: stream every shard into a staging folder and let the destination appear by one rename."""
+"""Carry out a plan: stream every shard into a staging folder; the destination appears by one rename."""
 
 import json
 import os
@@ -348,7 +348,7 @@ class _Sources(ExitStack):
 
     def descriptor(self, shard: str) -> int:
         if shard not in self._files:
-            self._files[shard] = self.enter_context(self._folder.path(shard).open("rb", buffering=0))  # type: ignore[arg-type]
+            self._files[shard] = self.enter_context(self._folder.path(shard).open("rb", buffering=0))
         return self._files[shard].fileno()
 
     def read(self, place: ByteRange, offset: int = 0, count: int | None = None) -> bytearray:

@@ -1,6 +1,5 @@
-"""What a checkpoint is: architecture, heads, sizes, problems, and which conversions it allows. Headers and JSON only."""
+"""What a checkpoint is: architecture, heads, sizes, problems, possible conversions. Headers and JSON only."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -214,7 +213,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         kv_heads=_options(checkpoint, geometry) if family and geometry else (),
         convertible=reason is None,
         reason=reason,
-        caution=_caution(family, config),
+        caution=family.caution_for(config.text) if family else None,
         problems=_problems(checkpoint),
         provenance=read_provenance(checkpoint.files),
     )
@@ -300,14 +299,6 @@ def _options(checkpoint: Checkpoint, geometry: AttentionGeometry) -> tuple[KvHea
             )
         )
     return tuple(options)
-
-
-def _caution(family: Family | None, config: ModelConfig) -> str | None:
-    if family is None or family.caution is None:
-        return None
-    subject = re.match(r"(\w+): ", family.caution)
-    # A caution about a config key is only worth saying where the key is set.
-    return None if subject and not config.text.get(subject[1]) else family.caution
 
 
 def _problems(checkpoint: Checkpoint) -> tuple[Problem, ...]:

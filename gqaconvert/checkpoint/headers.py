@@ -53,22 +53,18 @@ def header_length(prefix: bytes, *, shard: str) -> int:
         CheckpointError: not a safetensors file, or a header that no loader would accept.
         UnsupportedFormatError: the file is a Git LFS pointer, GGUF or pickle under a safetensors name.
     """
-    if prefix.startswith(b"version "):
-        raise UnsupportedFormatError(
-            f"{shard} is a Git LFS pointer, not the weights", hint="run 'git lfs pull' in the repository"
-        )
-    if prefix.startswith(b"GGUF"):
-        raise UnsupportedFormatError(f"{shard} is a GGUF file", hint=GGUF_HINT)
-    if prefix[:4] == b"PK\x03\x04" or prefix[:1] == b"\x80":
-        raise UnsupportedFormatError(f"{shard} is a PyTorch pickle under another name", hint=PICKLE_HINT)
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if len(prefix) >= LENGTH_BYTES and 2 <= length <= MAX_HEADER_BYTES:
+        return length
+    # Only a length that no safetensors file has can be another format's first bytes.
+    for magic, what, hint in _OTHER_MAGIC:
+        if prefix.startswith(magic):
+            raise UnsupportedFormatError(f"{shard} is {what}", hint=hint)
     if len(prefix) < LENGTH_BYTES:
         raise CheckpointError(f"{shard} is cut off: {len(prefix)} bytes are no safetensors file", hint=FETCH_HINT)
-    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
-    if not 2 <= length <= MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{shard} is not a safetensors file: its header would be {length:,} bytes long", hint=FETCH_HINT
-        )
-    return length
+    raise CheckpointError(
+        f"{shard} is not a safetensors file: its header would be {length:,} bytes long", hint=FETCH_HINT
+    )
 
 
 GGUF_HINT = "gqaconvert reads the original Hugging Face checkpoint; convert that one, then make the GGUF from it"
@@ -77,6 +73,12 @@ PICKLE_HINT = (
     "transformers' from_pretrained(...).save_pretrained(DIR)"
 )
 FETCH_HINT = "fetch the file again"
+_OTHER_MAGIC = (
+    (b"version ", "a Git LFS pointer, not the weights", "run 'git lfs pull' in the repository"),
+    (b"GGUF", "a GGUF file", GGUF_HINT),
+    (b"PK\x03\x04", "a PyTorch pickle under another name", PICKLE_HINT),
+    (b"\x80", "a pickle under another name", PICKLE_HINT),
+)
 
 
 def parse_header(raw: bytes, *, shard: str, file_size: int | None) -> ShardHeader:

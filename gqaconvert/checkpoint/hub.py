@@ -1,4 +1,4 @@
-"""The Hub: read a repository's headers by range requests, fetch it, upload to it. Nothing here runs for a local path."""
+"""The Hub: read a repository's headers by range requests, fetch it, upload to it. Never used for a local path."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -105,7 +105,7 @@ class HubRepo:
     def _range(self, name: str, start: int, count: int) -> bytes:
         with _hub_errors(self.label, self.revision):
             from huggingface_hub import get_session, hf_hub_url
-            from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+            from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
             response = get_session().get(
                 hf_hub_url(self.label, name, revision=self.revision),

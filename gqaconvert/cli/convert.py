@@ -120,8 +120,8 @@ def _show_result(result: "ConversionResult") -> None:
         note(f"not carried over: {name} ({reason})")
     if len(left_out) > 5:
         note(f"not carried over: {len(left_out) - 5} more files (--json lists them)")
-    if plan.family.caution:
-        note(f"note: {plan.family.caution}")
+    if caution := plan.family.caution_for(plan.checkpoint.config.text):
+        note(f"note: {caution}")
     if result.commit_url:
         note(f"uploaded: {result.commit_url}")
 

@@ -26,6 +26,13 @@ FALCON_SOME = Form(
 )
 FALCON_ALL = Form({"multi_query": False, "num_kv_heads": KV_HEADS}, frozenset({"all"}), Layout.GROUPS)
 
+FALCON_CAUTION = (
+    "stock transformers repeats Falcon's KV heads before it caches them, unless there is only one: with 1 < KV heads < "
+    "query heads the weights shrink, its cache does not"
+)
+
+CLIP_CAUTION = "clip_qkv: the mean of clipped keys is not the clipped mean of the keys"
+
 NO_COUNT = "its stock class in transformers has no setting for fewer KV heads, so nothing could load the result"
 
 
@@ -47,9 +54,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemma", ("gemma",), SEPARATE),
     Family("gemma2", ("gemma2",), SEPARATE),
     Family("gemma3", ("gemma3_text",), SHARED_NORMS),
-    Family("olmo", ("olmo",), SEPARATE, caution="clip_qkv: the mean of clipped keys is not the clipped mean"),
+    Family("olmo", ("olmo",), SEPARATE, caution=CLIP_CAUTION),
     Family("olmo2", ("olmo2",), WIDE_NORMS),
-    Family("olmoe", ("olmoe",), WIDE_NORMS, caution="clip_qkv: the mean of clipped keys is not the clipped mean"),
+    Family("olmoe", ("olmoe",), WIDE_NORMS, caution=CLIP_CAUTION),
     Family("cohere", ("cohere",), WIDE_NORMS, position=Position.ROPE_PAIRS),
     Family("cohere2", ("cohere2",), SEPARATE, position=Position.ROPE_PAIRS),
     Family("granite", ("granite",), SEPARATE),
@@ -74,17 +81,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "falcon", ("falcon",), FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS,
         forms=(Form({"num_kv_heads": KV_HEADS}),),
-        when={"new_decoder_architecture": True}, defaults=FALCON_FLAGS,
+        when={"new_decoder_architecture": True}, defaults=FALCON_FLAGS, caution=FALCON_CAUTION,
     ),
     Family(
         "falcon-mqa", ("falcon", "RefinedWebModel"), FUSED, stack="h", attention="self_attention", layout=Layout.BLOCKS,
         forms=(FALCON_ONE, FALCON_SOME, FALCON_ALL),
-        when={"new_decoder_architecture": False, "multi_query": True}, defaults=FALCON_FLAGS,
+        when={"new_decoder_architecture": False, "multi_query": True}, defaults=FALCON_FLAGS, caution=FALCON_CAUTION,
     ),
     Family(
         "falcon-mha", ("falcon", "RefinedWebModel"), FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS,
         forms=(FALCON_ONE, FALCON_SOME, FALCON_ALL),
-        when={"new_decoder_architecture": False, "multi_query": False}, defaults=FALCON_FLAGS,
+        when={"new_decoder_architecture": False, "multi_query": False}, defaults=FALCON_FLAGS, caution=FALCON_CAUTION,
     ),
     Family(
         "gpt_bigcode-mqa", ("gpt_bigcode",), {"c_attn": Part.QKV, "c_proj": Part.OUTPUT},
@@ -120,7 +127,8 @@ FAMILIES: tuple[Family, ...] = (
     _not_native("gpt_neo", OUT_PROJ, stack="h", attention="attn.attention", position=Position.LEARNED),
     _not_native("opt", OUT_PROJ, position=Position.LEARNED),
     Family(
-        "diffllama", ("diffllama",), SEPARATE | dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"), Part.UNTOUCHED),
+        "diffllama", ("diffllama",),
+        SEPARATE | dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"), Part.UNTOUCHED),
         forms=(), refusal="its attention subtracts heads of two halves from each other, so neighbours are no group",
     ),
 )  # fmt: skip
@@ -130,7 +138,7 @@ REFUSED_TYPES: dict[str, str] = {
     **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "whisper", "marian"), NO_COUNT),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash"),
-        "multi-head latent attention already caches one compressed vector for all heads; there are no KV heads to merge",
+        "latent attention (MLA) already caches one compressed vector for all heads; there are no KV heads to merge",
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"),

@@ -1,4 +1,4 @@
-"""What a model family is: where attention tensors are, how heads lie in them, and which KV-head counts can be written."""
+"""What a model family is: where attention tensors are, how heads lie in them, which KV-head counts can be written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,3 +108,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
     refusal: str | None = None
     caution: str | None = None
+
+    def caution_for(self, config: Mapping[str, Any]) -> str | None:
+        """The caution; one that begins with a config key ("key: ...") only where that key is set."""
+        key = (self.caution or "").partition(":")[0]
+        return None if key.isidentifier() and not config.get(key) else self.caution

@@ -112,7 +112,7 @@ def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: Model
     for site in sites:
         if site.geometry != sites[0].geometry:
             raise UnsupportedModelError(
-                f"layers differ in their heads: {sites[0].prefix} has {sites[0].geometry}, {site.prefix} {site.geometry}"
+                f"layers differ in their heads: {sites[0].prefix}: {sites[0].geometry}, {site.prefix}: {site.geometry}"
             )
     _check_config(sites[0].geometry, family, config)
     return tuple(sites)
@@ -288,11 +288,10 @@ def form_for(family: Family, config: ModelConfig, geometry: AttentionGeometry, k
     form = _form(family, config, geometry.with_kv_heads(kv_heads)) if kv_heads in legal else None
     if form is None or kv_heads == geometry.num_key_value_heads:
         others = ", ".join(str(count) for count in legal if count != geometry.num_key_value_heads) or "none"
-        problem = (
-            "the checkpoint already has that many"
-            if kv_heads == geometry.num_key_value_heads
-            else f"not possible from {geometry.num_key_value_heads} KV heads for {geometry.num_attention_heads} query heads"
-        )
+        present, heads = geometry.num_key_value_heads, geometry.num_attention_heads
+        problem = f"not possible from {present} KV heads for {heads} query heads"
+        if kv_heads == present:
+            problem = "the checkpoint already has that many"
         raise HeadCountError(f"{kv_heads} KV heads: {problem}", hint=f"possible counts: {others}")
     return form
 
