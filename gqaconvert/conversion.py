@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gqaconvert import __version__
@@ -280,6 +282,8 @@ def _execute(
     advance: Advance,
 ) -> ConversionResult:
     digest = fingerprint(plan, folder)
+    # torch takes seconds to import; the first bytes are copied meanwhile.
+    Thread(target=import_module, args=("gqaconvert.merge.execute",), daemon=True).start()
     with Staging(destination) as staging:
         if staging.interrupted and not (resume or restart):
             raise DestinationError(

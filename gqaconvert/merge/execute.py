@@ -11,8 +11,8 @@ from gqaconvert.errors import CheckpointError
 from gqaconvert.merge.pooling import PoolContext, Pooling, Role
 from gqaconvert.merge.rounding import round_once
 
-_SLICE_ELEMENTS = 2**21
-"""Elements of all heads of a group that are in memory at once: 16 MiB in float64."""
+_SLICE_ELEMENTS = 2**18
+"""Elements of all heads of a group that are in memory at once: 2 MiB in float64, which caches hold."""
 
 Read = Callable[[int, int], bytearray]
 """(byte offset within a head, number of bytes) -> the bytes."""

@@ -1,0 +1,1 @@
+"""Slow studies, run by hand: ``python -m tests.bench.NAME --help``."""

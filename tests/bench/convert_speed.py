@@ -1,0 +1,72 @@
+"""Conversion against ``cp -r``: wall time and peak memory on a generated llama-shaped checkpoint.
+
+    python -m tests.bench.convert_speed --gib 3 --shards 4 --runs 5 --dir /path/with/space
+
+Runs alternate (cp, convert, cp, ...), so that a noisy machine hurts both; medians are compared. The peak memory is the
+child's own maximum resident set (wait4), page cache not included.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.support.checkpoints import big_llama_checkpoint
+
+
+def timed(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a child process."""
+    started = time.monotonic()
+    process = subprocess.Popen(command)
+    _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"failed: {command}")
+    return time.monotonic() - started, usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    """Generate, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=3.0)
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dir", type=Path, default=Path("/tmp/gqaconvert-bench"))
+    arguments = parser.parse_args()
+    source = arguments.dir / "source"
+    if not source.exists():
+        big_llama_checkpoint(source, arguments.gib, arguments.shards)
+    convert = [sys.executable, "-m", "gqaconvert", "convert", str(source), "", "--kv-heads", str(arguments.kv_heads), "-q"]
+    rivals = {"cp -r": ["cp", "-r", str(source), ""], "gqaconvert convert": convert}
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    memory: dict[str, list[int]] = {name: [] for name in rivals}
+    for run in range(arguments.runs + 1):
+        for name, command in rivals.items():
+            target = arguments.dir / "target"
+            shutil.rmtree(target, ignore_errors=True)
+            os.sync()
+            elapsed, peak = timed([part or str(target) for part in command])
+            if run:  # the first round only warms the page cache
+                seconds[name].append(elapsed)
+                memory[name].append(peak)
+    table = Table(title=f"{arguments.gib:g} GiB in {arguments.shards} shards, {arguments.runs} interleaved runs")
+    for column in ("", "median s", "min s", "max s", "peak RSS MiB"):
+        table.add_column(column, justify="right")
+    for name in rivals:
+        times = seconds[name]
+        figures = (statistics.median(times), min(times), max(times), max(memory[name]) / 2**20)
+        table.add_row(name, *(f"{figure:.2f}" for figure in figures))
+    Console().print(table)
+    copy, ours = (statistics.median(seconds[name]) for name in rivals)
+    print(f"ratio {ours / copy:.2f}; allowed 1.15 x cp + 2 s = {1.15 * copy + 2:.2f} s, needed {ours:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
