@@ -58,7 +58,7 @@ def train_tokenizer(speeches: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(speeches, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=2 * CONTEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
     )
 
 
@@ -80,7 +80,7 @@ def train(tokens: torch.Tensor) -> LlamaForCausalLM:
             num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=8,
-            max_position_embeddings=2 * CONTEXT,
+            max_position_embeddings=CONTEXT,
             tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=0,

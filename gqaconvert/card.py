@@ -3,6 +3,7 @@
 from typing import Any
 
 from gqaconvert import __version__
+from gqaconvert.merge import SITE_METHODS
 from gqaconvert.planning import ConversionPlan, cache_bytes_per_token
 from gqaconvert.sidecars import SOURCE_CARD
 from gqaconvert.units import format_size
@@ -57,20 +58,38 @@ def _explanation(plan: ConversionPlan) -> list[str]:
     recipe, target = plan.recipe, plan.target_geometry
     if target.num_key_value_heads > plan.source_geometry.num_key_value_heads:
         return ["Every KV head of the source was repeated: this model computes exactly what the source computes."]
+    if recipe.method in SITE_METHODS:
+        return _site_explanation(plan)
     how = {
         "mean": "the mean of the group's heads",
         "first": "the first head of the group",
         "random": f"freshly initialised (seed {recipe.seed})",
-    }.get(recipe.method, recipe.method)
-    saying = f"`{recipe.method}`: {how}"
+    }.get(recipe.method, "")
     return [
         f"Query head `h` reads KV head `h // {target.queries_per_kv}`. The key and value projections of each group of",
-        f"consecutive heads were merged (method {saying}); other weights are those of the source.",
+        f"consecutive heads were merged (method `{recipe.method}`: {how}); other weights are those of the source.",
         "",
         "**Before uptraining, expect much worse text than the source's.** Ainslie et al. (EMNLP 2023,",
-        "[arXiv:2305.13245](https://arxiv.org/abs/2305.13245)) continue pre-training for 5% of the original steps after",
-        "such a conversion to regain most of the quality.",
+        "[arXiv:2305.13245](https://arxiv.org/abs/2305.13245)) continue pre-training for 5% of the original steps",
+        "after such a conversion to regain most of the quality.",
     ]
+
+
+def _site_explanation(plan: ConversionPlan) -> list[str]:
+    recipe = plan.recipe
+    lines = [
+        f"Query head `h` reads KV head `h // {plan.target_geometry.queries_per_kv}`. The heads of each group were",
+        f"merged by the method `{recipe.method}` ({SITE_METHODS[recipe.method]}); the query, key, value and output",
+        "projections are new, all other weights are those of the source.",
+    ]
+    if recipe.grouping != "adjacent":
+        lines.append("Heads were reordered so that those that merge well share a KV head.")
+    if recipe.calibration:
+        lines.append(f"Fitted on at most {recipe.calibration.tokens:,} tokens of calibration text.")
+    if recipe.refine:
+        lines.append(f"Each layer was then refined against the source's ({recipe.refine} steps).")
+    lines += [f"Note: {limit}." for limit in sorted({limit for work in plan.work for limit in work.freedom.limits})]
+    return [*lines, "", "The text is worse than the source's; `gqaconvert validate` measures by how much."]
 
 
 def front_matter(card: str) -> dict[str, Any]:

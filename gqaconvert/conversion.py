@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,9 +22,10 @@ from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance, FileFinisher, Follower, copy_range, hash_file, write_all, write_file
 from gqaconvert.errors import CheckpointError, DestinationError, GqaConvertError, InputError, StorageError
 from gqaconvert.inspection import read_checkpoint, read_provenance
-from gqaconvert.merge import get_pooling
+from gqaconvert.merge import SITE_METHODS, check_method, pooling_of
 from gqaconvert.planning import (
     ByteRange,
+    CalibrationText,
     CastPiece,
     ConversionPlan,
     CopyPiece,
@@ -37,7 +38,9 @@ from gqaconvert.planning import (
     plan_conversion,
     recipe_document,
 )
+from gqaconvert.reading import SourceReader
 from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name
+from gqaconvert.texts import EXAMPLE, sha256_of
 from gqaconvert.units import format_size
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "gqaconvert.convert/1"
 PROVENANCE_SCHEMA = "gqaconvert.provenance/1"
+DEFAULT_CALIBRATION_TOKENS = 40_000
 _CAST_CHUNK = 8 * 2**20
 
 
@@ -115,6 +119,10 @@ def make_recipe(
     dtype: str | None = None,
     max_shard_size: int | None = None,
     family: str | None = None,
+    grouping: str = "adjacent",
+    calibrate: str | None = None,
+    calibration_tokens: int = DEFAULT_CALIBRATION_TOKENS,
+    refine: int | str | None = None,
 ) -> Recipe:
     """A recipe from the words of the command line; ``dtype`` is torch's name.
 
@@ -125,8 +133,21 @@ def make_recipe(
         raise InputError(f"{kv_heads} is no number of KV heads")
     if dtype is not None and dtype not in SAFETENSORS_NAMES:
         raise InputError(f"no dtype {dtype!r}", hint=f"known: {', '.join(SAFETENSORS_NAMES)}")
-    get_pooling(method)
-    return Recipe(kv_heads, method, seed, SAFETENSORS_NAMES[dtype] if dtype else None, max_shard_size, family)
+    check_method(method)
+    if method not in SITE_METHODS and (grouping != "adjacent" or calibrate or refine):
+        raise InputError(
+            f"--grouping, --calibrate and --refine need a method that merges whole layers, not {method}",
+            hint=f"--method {next(iter(SITE_METHODS))}",
+        )
+    if grouping not in ("adjacent", "similar"):
+        raise InputError(f"no grouping {grouping!r}", hint="known: adjacent, similar")
+    if refine is not None and refine != "auto" and (not isinstance(refine, int) or refine < 0):
+        raise InputError(f"--refine {refine}: give a number of steps, or auto")
+    if refine and calibrate is None:
+        calibrate = EXAMPLE
+    calibration = CalibrationText(calibrate, sha256_of(calibrate), calibration_tokens) if calibrate else None
+    stored = SAFETENSORS_NAMES[dtype] if dtype else None
+    return Recipe(kv_heads, method, seed, stored, max_shard_size, family, grouping, calibration, refine)
 
 
 def convert_plan(
@@ -153,6 +174,10 @@ def convert(
     dtype: str | None = None,
     max_shard_size: int | None = None,
     family: str | None = None,
+    grouping: str = "adjacent",
+    calibrate: str | None = None,
+    calibration_tokens: int = DEFAULT_CALIBRATION_TOKENS,
+    refine: int | str | None = None,
     revision: str | None = None,
     offline: bool = False,
     resume: bool = False,
@@ -161,6 +186,7 @@ def convert(
     push_to_hub: str | None = None,
     on_plan: Callable[[ConversionPlan], None] = lambda plan: None,
     on_progress: Advance = lambda nbytes: None,
+    on_site: Callable[[Mapping[str, Any]], None] = lambda facts: None,
 ) -> ConversionResult:
     """Write a checkpoint with ``kv_heads`` KV heads.
 
@@ -173,6 +199,10 @@ def convert(
         dtype: torch name of the output's floating type, None to keep each tensor's.
         max_shard_size: bytes, None to keep the source's sharding.
         family: layout that the user vouches for.
+        grouping: "adjacent", or "similar": heads are reordered so that those that merge well become neighbours.
+        calibrate: text file to fit site methods on, or "example".
+        calibration_tokens: at most so many tokens of it.
+        refine: steps a layer of fitting after the merge, or "auto".
         revision: branch, tag or commit of a Hub id.
         offline: use only what is in the Hub client's cache.
         resume: continue an interrupted run.
@@ -181,12 +211,24 @@ def convert(
         push_to_hub: repository to upload the finished folder to.
         on_plan: called once, before anything is written.
         on_progress: called with the number of bytes that were just written.
+        on_site: called with the facts of each attention site that a site method merged.
 
     Raises:
         GqaConvertError: nothing was written to the destination.
     """
     destination = Path(destination).expanduser().absolute()
-    recipe = make_recipe(kv_heads, method=method, seed=seed, dtype=dtype, max_shard_size=max_shard_size, family=family)
+    recipe = make_recipe(
+        kv_heads,
+        method=method,
+        seed=seed,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        family=family,
+        grouping=grouping,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
+        refine=refine,
+    )
     check_destination(destination, overwrite=overwrite or resume)
     plan = convert_plan(source, recipe, revision=revision, offline=offline, fetch=True)
     folder = plan.checkpoint.files
@@ -197,7 +239,9 @@ def convert(
     if done is None:
         check_destination(destination, overwrite=overwrite)
         with _storage_errors(destination):
-            done = _execute(plan, folder, destination, resume=resume, restart=restart, advance=on_progress)
+            done = _execute(
+                plan, folder, destination, resume=resume, restart=restart, advance=on_progress, on_site=on_site
+            )
     if push_to_hub is None:
         return done
     return ConversionResult(destination, plan, done.shards, done.resumed, hub.upload(destination, push_to_hub))
@@ -280,6 +324,7 @@ def _execute(
     resume: bool,
     restart: bool,
     advance: Advance,
+    on_site: Callable[[Mapping[str, Any]], None],
 ) -> ConversionResult:
     digest = fingerprint(plan, folder)
     # torch takes seconds to import; the first bytes are copied meanwhile.
@@ -291,13 +336,21 @@ def _execute(
                 hint="--resume continues it, --restart discards it",
             )
         try:
-            shards = dict(staging.begin(digest, resume=resume))
-            resumed = tuple(name for name in shards if name in {shard.name for shard in plan.shards})
+            trusted = staging.begin(digest, resume=resume)
+            shards = {
+                shard.name: trusted[f"model/{shard.name}"] for shard in plan.shards if f"model/{shard.name}" in trusted
+            }
+            resumed = tuple(shards)
             _require_space(plan, destination, resumed)
+            if plan.work and len(shards) < len(plan.shards):
+                from gqaconvert.site_merging import merge_sites
+
+                merge_sites(plan, folder, staging, frozenset(trusted), advance, on_site)
             _write_shards(plan, folder, staging, shards, advance)
             if fingerprint(plan, folder) != digest:
                 raise CheckpointError(f"{folder.root} changed while it was converted", hint="convert it again")
-            _write_rest(plan, folder, staging, {shard.name: shards[shard.name] for shard in plan.shards})
+            shards = {shard.name: shards[shard.name] for shard in plan.shards}
+            _write_rest(plan, folder, staging, shards)
             _reopen(plan, staging)
         except GqaConvertError as error:
             # Bad input cannot be resumed; a full disk or a Ctrl-C can.
@@ -305,11 +358,12 @@ def _execute(
                 staging.discard()
             raise
         staging.commit()
-    return ConversionResult(destination, plan, {shard.name: shards[shard.name] for shard in plan.shards}, resumed)
+    return ConversionResult(destination, plan, shards, resumed)
 
 
 def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str, ...]) -> None:
-    needed = plan.output_bytes - sum(shard.nbytes for shard in plan.shards if shard.name in finished)
+    needed = plan.output_bytes + plan.work_bytes
+    needed -= sum(shard.nbytes for shard in plan.shards if shard.name in finished)
     free = _free_bytes(destination)
     if needed > free:
         raise StorageError(
@@ -327,9 +381,9 @@ def _write_shards(
         while pending and (wait or pending[0][1].done()):
             name, future = pending.pop(0)
             finished[name] = future.result()
-            staging.record(name, finished[name])
+            staging.record(f"model/{name}", finished[name])
 
-    with FileFinisher() as finisher, _Sources(folder) as sources:
+    with FileFinisher() as finisher, SourceReader(folder, staging.folder) as sources:
         for shard in plan.shards:
             if shard.name in finished:
                 advance(shard.nbytes)
@@ -342,34 +396,10 @@ def _write_shards(
         collect(wait=True)
 
 
-class _Sources(ExitStack):
-    """The source's shards, each opened once."""
-
-    def __init__(self, folder: LocalFolder) -> None:
-        super().__init__()
-        self._folder = folder
-        self._files: dict[str, BinaryIO] = {}
-
-    def descriptor(self, shard: str) -> int:
-        if shard not in self._files:
-            self._files[shard] = self.enter_context(self._folder.path(shard).open("rb", buffering=0))
-        return self._files[shard].fileno()
-
-    def read(self, place: ByteRange, offset: int = 0, count: int | None = None) -> bytearray:
-        data = bytearray(place.nbytes if count is None else count)
-        view, start = memoryview(data), place.start + offset
-        while view:
-            done = os.preadv(self.descriptor(place.shard), [view], start)
-            if done == 0:
-                raise CheckpointError(f"{place.shard} became shorter while it was read")
-            view, start = view[done:], start + done
-        return data
-
-
 def _write_shard(
     plan: ConversionPlan,
     shard: PlannedShard,
-    sources: _Sources,
+    sources: SourceReader,
     file: BinaryIO,
     follower: Follower,
     advance: Advance,
@@ -410,7 +440,7 @@ def _coalesced(shard: PlannedShard) -> Iterator[tuple[str, CopyPiece] | tuple[st
 
 
 def _computed(
-    plan: ConversionPlan, dtype: str, piece: PoolPiece | CastPiece, sources: _Sources
+    plan: ConversionPlan, dtype: str, piece: PoolPiece | CastPiece, sources: SourceReader
 ) -> Iterator[memoryview]:
     from gqaconvert.merge.execute import cast, pool_heads
 
@@ -424,7 +454,7 @@ def _computed(
         shape=(piece.rows, piece.row_size),
         source_dtype=piece.source_dtype,
         target_dtype=dtype,
-        pooling=get_pooling(plan.recipe.method),
+        pooling=pooling_of(plan.recipe.method),
         role=piece.role,
         key=piece.key,
         seed=plan.recipe.seed,

@@ -9,9 +9,10 @@ from gqaconvert.checkpoint.files import CheckpointFiles
 from gqaconvert.checkpoint.index import CheckpointIndex, Problem, read_index, read_json
 from gqaconvert.checkpoint.source import open_source
 from gqaconvert.errors import CheckpointError, GqaConvertError, UnsupportedFormatError
-from gqaconvert.families import Family, Part, Position, family_of, get_family
+from gqaconvert.families import Family, Part, family_of, get_family
 from gqaconvert.families.config import LAYERS, ModelConfig
 from gqaconvert.families.sites import AttentionGeometry, AttentionSite, find_sites, legal_kv_heads
+from gqaconvert.merge.freedom import rotary_fraction
 from gqaconvert.sidecars import CONFIG, PROVENANCE
 
 SCHEMA = "gqaconvert.inspect/1"
@@ -40,6 +41,14 @@ class Checkpoint:
     def files(self) -> CheckpointFiles:
         """Where it was read from."""
         return self.index.files
+
+    @property
+    def inner_names(self) -> frozenset[str]:
+        """First components of the tensors' names inside the first attention module."""
+        if not self.sites:
+            return frozenset()
+        prefix = self.sites[0].prefix
+        return frozenset(name[len(prefix) :].split(".")[0] for name in self.index.entries if name.startswith(prefix))
 
     def require_family(self) -> Family:
         """The family, or the error that says why there is none."""
@@ -201,9 +210,11 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         projections=_names(site, Part.QUERY, Part.KEY, Part.VALUE, Part.QKV, Part.OUTPUT),
         layout=family.layout.value if family and site else None,
         biases=tuple(t.name for t in site.tensors if t.leaf == "bias" and "norm" not in t.part.value) if site else (),
-        norms=_norms(checkpoint, family) if family else (),
+        norms=tuple(name for name in family.parts if name in checkpoint.inner_names and "norm" in name)
+        if family
+        else (),
         position=family.position.value if family and site else None,
-        rotary_fraction=_rotary_fraction(family, config, geometry),
+        rotary_fraction=rotary_fraction(family, config, geometry.head_dim) if family and geometry else None,
         sliding_window=window if isinstance(window, int) and not isinstance(window, bool) else None,
         tied_embeddings=bool(config.raw.get("tie_word_embeddings", config.text.get("tie_word_embeddings", False))),
         parameters=sum(entry.numel for entry in index.entries.values()),
@@ -254,29 +265,6 @@ def _attention_kind(config: ModelConfig, geometry: AttentionGeometry | None) -> 
 def _names(site: AttentionSite | None, *parts: Part) -> tuple[str, ...]:
     found = {tensor.part: tensor.name for tensor in site.tensors} if site else {}
     return tuple(found[part] for part in parts if part in found)
-
-
-def _norms(checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
-    """Names inside the first attention module that are norms, declared as such or merely untouched."""
-    if not checkpoint.sites:
-        return ()
-    prefix = checkpoint.sites[0].prefix
-    present = {name[len(prefix) :].split(".")[0] for name in checkpoint.index.entries if name.startswith(prefix)}
-    return tuple(name for name in family.parts if name in present and "norm" in name)
-
-
-def _rotary_fraction(family: Family | None, config: ModelConfig, geometry: AttentionGeometry | None) -> float | None:
-    """Part of each head that is rotated, None without rotary embedding."""
-    if family is None or geometry is None or family.position not in (Position.ROPE_HALF, Position.ROPE_PAIRS):
-        return None
-    if config.text.get("alibi"):
-        return None
-    parameters = config.text.get("rope_parameters")
-    nested = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-    fraction = config.text.get("partial_rotary_factor", config.text.get("rotary_pct", nested))
-    if isinstance(config.text.get("rotary_dim"), int):
-        fraction = config.text["rotary_dim"] / geometry.head_dim
-    return float(fraction) if isinstance(fraction, (int, float)) and 0 < fraction <= 1 else 1.0
 
 
 def _options(checkpoint: Checkpoint, geometry: AttentionGeometry) -> tuple[KvHeadOption, ...]:

@@ -5,6 +5,9 @@ contiguous in the file. A separate k_proj is [key 0, key 1, ...]; a fused tensor
 layout's order; a key norm that spans the KV heads is key blocks with one element a row. An output tensor lists its own
 blocks in the target's layout; query blocks are copied, a key or value block is pooled from (or, when the count grows,
 copied from) its group's blocks in the source.
+
+Methods that rewrite a whole attention site (subspace, align) put its tensors into a work file first; the plan fixes
+where each lies in it, and from there on they are bytes to copy like all others.
 """
 
 import hashlib
@@ -19,13 +22,31 @@ from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import TensorEntry, build_header
 from gqaconvert.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
-from gqaconvert.errors import InputError, UnsupportedFormatError
+from gqaconvert.errors import InputError, UnsupportedFormatError, UnsupportedModelError
 from gqaconvert.families import KV_HEADS, Family, Layout, Part
-from gqaconvert.families.sites import AttentionGeometry, AttentionSite, SiteTensor, form_for, output_layout
+from gqaconvert.families.blocks import head_blocks, source_heads
+from gqaconvert.families.sites import (
+    AttentionGeometry,
+    AttentionSite,
+    SiteTensor,
+    form_for,
+    output_layout,
+    rewritten,
+)
 from gqaconvert.inspection import Checkpoint
-from gqaconvert.merge import get_pooling
+from gqaconvert.merge import SITE_METHODS, check_method
+from gqaconvert.merge.freedom import Freedom, freedom_of
 from gqaconvert.merge.pooling import Role
 from gqaconvert.sidecars import Sidecars, plan_sidecars
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Text to calibrate on, known by its content: ``name`` as the user gave it, ``tokens`` at most."""
+
+    name: str
+    sha256: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -34,11 +55,14 @@ class Recipe:
 
     Attributes:
         num_key_value_heads: KV heads of the output.
-        method: name of a pooling method.
-        seed: for methods that draw.
+        method: name of a pooling method, or of a site method.
+        seed: for methods that draw, and for the order of calibration batches.
         dtype: safetensors name of the output's floating type, None to keep each tensor's own.
         max_shard_size: bytes, None to keep the source's sharding.
         family: name given by the user, None to find it.
+        grouping: "adjacent", or "similar" to reorder heads by how well they merge.
+        calibration: text that site methods are fitted on, None for weights only.
+        refine: optimiser steps a layer, "auto", or None.
     """
 
     num_key_value_heads: int
@@ -47,6 +71,9 @@ class Recipe:
     dtype: str | None = None
     max_shard_size: int | None = None
     family: str | None = None
+    grouping: str = "adjacent"
+    calibration: CalibrationText | None = None
+    refine: int | str | None = None
 
 
 class ByteRange(NamedTuple):
@@ -83,6 +110,9 @@ class PoolPiece(NamedTuple):
 
 Piece = CopyPiece | CastPiece | PoolPiece
 
+WORK = "work/"
+"""Begins the names of work files; names of shards hold no slash."""
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -101,8 +131,40 @@ class PlannedTensor:
 
     @property
     def changed(self) -> bool:
-        """Whether heads are pooled, repeated or reordered (a mere cast is no change)."""
-        return self.shape != self.source.shape or any(isinstance(piece, PoolPiece) for piece in self.pieces)
+        """Whether heads are merged, repeated or reordered (a mere cast is no change)."""
+        return self.shape != self.source.shape or any(
+            isinstance(piece, PoolPiece) or piece.source.shard.startswith(WORK) for piece in self.pieces
+        )
+
+
+@dataclass(frozen=True)
+class SiteWork:
+    """One attention site that is merged as a whole, and the work file that its tensors go to.
+
+    Attributes:
+        site: the module.
+        freedom: what its structure allows.
+        shard: name of the work file, as pieces refer to it.
+        tensors: (name, dtype, shape), one after the other in the file.
+    """
+
+    site: AttentionSite
+    freedom: Freedom
+    shard: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the work file."""
+        return sum(dtypes.nbytes(dtype, math.prod(shape)) for _, dtype, shape in self.tensors)
+
+    def places(self) -> Mapping[str, ByteRange]:
+        """Where each tensor lies in the work file."""
+        places, start = {}, 0
+        for name, dtype, shape in self.tensors:
+            places[name] = ByteRange(self.shard, start, dtypes.nbytes(dtype, math.prod(shape)))
+            start += places[name].nbytes
+        return places
 
 
 @dataclass(frozen=True)
@@ -138,6 +200,8 @@ class ConversionPlan:
     initializer_range: float
     shards: tuple[PlannedShard, ...]
     sidecars: Sidecars
+    layouts: tuple[Layout, Layout]
+    work: tuple[SiteWork, ...]
 
     @property
     def index_file(self) -> str | None:
@@ -151,8 +215,13 @@ class ConversionPlan:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all files that will be written, the small generated ones not counted."""
+        """Bytes of all files of the output, the small generated ones not counted."""
         return sum(shard.nbytes for shard in self.shards) + self.sidecars.nbytes
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the work files, which are deleted in the end."""
+        return sum(work.nbytes for work in self.work)
 
     @property
     def changed(self) -> tuple[PlannedTensor, ...]:
@@ -171,17 +240,19 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     """
     sites = checkpoint.require_sites()
     family, config, index = checkpoint.require_family(), checkpoint.config, checkpoint.index
-    get_pooling(recipe.method)
+    check_method(recipe.method)
     source = sites[0].geometry
     form = form_for(family, config, source, recipe.num_key_value_heads)
     target = source.with_kv_heads(recipe.num_key_value_heads)
     changes = {key: target.num_key_value_heads if value is KV_HEADS else value for key, value in form.config.items()}
     layouts = (family.layout, output_layout(family, form))
     touched = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
+    work = _plan_work(checkpoint, recipe, layouts, target)
+    places = {name: (dtype, shape, site.places()[name]) for site in work for name, dtype, shape in site.tensors}
     tensors = [
         (
             shard.shard,
-            [_retyped(tensor, recipe.dtype) for tensor in _plan_shard(shard.entries, touched, layouts, target)],
+            [_retyped(tensor, recipe.dtype) for tensor in _plan_shard(shard.entries, touched, places, layouts, target)],
         )
         for shard in index.shards
     ]
@@ -200,17 +271,52 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
         initializer_range=float(initializer_range),
         shards=_shards(tensors, index, recipe.max_shard_size),
         sidecars=plan_sidecars(index),
+        layouts=layouts,
+        work=work,
     )
+
+
+def _plan_work(
+    checkpoint: Checkpoint, recipe: Recipe, layouts: tuple[Layout, Layout], target: AttentionGeometry
+) -> tuple[SiteWork, ...]:
+    """The sites that a site method merges as a whole; none for pooling methods, and where heads are repeated."""
+    family, config = checkpoint.require_family(), checkpoint.config
+    if (
+        recipe.method not in SITE_METHODS
+        or target.num_key_value_heads > checkpoint.sites[0].geometry.num_key_value_heads
+    ):
+        return ()
+    plans, names = [], checkpoint.inner_names
+    for number, site in enumerate(checkpoint.sites):
+        freedom = freedom_of(site, family, config, names)
+        if recipe.grouping != "adjacent" and freedom.order:
+            raise UnsupportedModelError(
+                f"--grouping {recipe.grouping}: the heads of {family.name} cannot be reordered: {freedom.order}",
+                hint="leave it at adjacent",
+            )
+        tensors = []
+        for part, _, entry in rewritten(site):
+            _require_poolable(entry)
+            rows = entry.shape[0]
+            if part is not Part.OUTPUT:
+                rows = sum(block.rows for block in head_blocks(part, layouts[1], target))
+            tensors.append((entry.name, recipe.dtype or entry.dtype, (rows, *entry.shape[1:])))
+        plans.append(SiteWork(site, freedom, f"{WORK}{number:05d}", tuple(tensors)))
+    return tuple(plans)
 
 
 def _plan_shard(
     entries: tuple[TensorEntry, ...],
     touched: Mapping[str, tuple[AttentionSite, SiteTensor]],
+    places: Mapping[str, tuple[str, tuple[int, ...], ByteRange]],
     layouts: tuple[Layout, Layout],
     target: AttentionGeometry,
 ) -> Iterator[PlannedTensor]:
     for entry in entries:
-        if entry.name not in touched or touched[entry.name][1].part in _KEPT:
+        if entry.name in places:
+            dtype, shape, place = places[entry.name]
+            yield PlannedTensor(entry.name, dtype, shape, (CopyPiece(place),), entry)
+        elif entry.name not in touched or touched[entry.name][1].part in _KEPT:
             yield PlannedTensor(entry.name, entry.dtype, entry.shape, (CopyPiece(_bytes(entry)),), entry)
         elif touched[entry.name][1].part is Part.KEY_NORM_LIST:
             yield from _norm_list(*touched[entry.name], target)
@@ -219,35 +325,6 @@ def _plan_shard(
 
 
 _KEPT = frozenset((Part.QUERY, Part.OUTPUT, Part.KEY_NORM_SHARED))
-
-
-class _Block(NamedTuple):
-    part: Part
-    head: int
-    rows: int
-
-
-def head_blocks(part: Part, layout: Layout, geometry: AttentionGeometry) -> list[_Block]:
-    """The blocks of a tensor with this role along its output axis."""
-    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
-    key_rows, value_rows = geometry.head_dim, geometry.value_head_dim
-    if part is Part.VALUE:
-        return [_Block(Part.VALUE, head, value_rows) for head in range(kv_heads)]
-    if part in (Part.KEY, Part.KEY_NORM):
-        return [_Block(Part.KEY, head, key_rows) for head in range(kv_heads)]
-    assert part is Part.QKV
-    queries = [_Block(Part.QUERY, head, key_rows) for head in range(heads)]
-    keys = [_Block(Part.KEY, head, key_rows) for head in range(kv_heads)]
-    values = [_Block(Part.VALUE, head, value_rows) for head in range(kv_heads)]
-    if layout is Layout.BLOCKS:
-        return queries + keys + values
-    assert layout is Layout.GROUPS
-    share = geometry.queries_per_kv
-    return [
-        block
-        for group in range(kv_heads)
-        for block in (*queries[group * share : (group + 1) * share], keys[group], values[group])
-    ]
 
 
 def _blocks(
@@ -279,14 +356,6 @@ def _blocks(
         pieces.append(_pooled(sources, entry.dtype, block.rows, row_size, role, key))
     shape = (entry.shape[0] * output_rows // total_rows, *entry.shape[1:])
     return PlannedTensor(entry.name, entry.dtype, shape, tuple(pieces), entry)
-
-
-def source_heads(head: int, source_count: int, target_count: int) -> range:
-    """The source KV heads that make up KV head ``head`` of the output: consecutive ones, or one that is repeated."""
-    if target_count <= source_count:
-        size = source_count // target_count
-        return range(head * size, (head + 1) * size)
-    return range(head * source_count // target_count, head * source_count // target_count + 1)
 
 
 def _pooled(

@@ -4,6 +4,7 @@ PARENT/.NAME.gqaconvert/      the staging folder
     lock                      held while a run writes here
     state.json                fingerprint of the run, finished files with size and sha256
     model/                    becomes PARENT/NAME by one rename
+    work/                     intermediate results, deleted in the end
     old/                      the folder that was there before, for as long as it takes to delete it
 """
 
@@ -38,6 +39,7 @@ class Staging:
         self.destination = destination
         self.folder = destination.parent / f".{destination.name}.gqaconvert"
         self.model = self.folder / "model"
+        self.work = self.folder / "work"
         self._lock = FileLock(self.folder / "lock")
         self._state: dict[str, Any] = {}
 
@@ -75,7 +77,8 @@ class Staging:
         """Start a run, or continue the one that was interrupted.
 
         Returns:
-            file name -> sha256 of the finished files that may be trusted: their size and hash are as recorded.
+            name within the staging folder -> sha256 of the finished files that may be trusted: their size and hash
+            are as recorded.
 
         Raises:
             DestinationError: ``resume``, and what is here comes from another conversion.
@@ -90,24 +93,27 @@ class Staging:
                     hint="--restart discards it and starts over",
                 )
             finished = self._state["finished"]
-        elif self.model.exists():
-            shutil.rmtree(self.model)
+        else:
+            for stale in (self.model, self.work):
+                if stale.exists():
+                    shutil.rmtree(stale)
         self.model.mkdir(exist_ok=True)
+        self.work.mkdir(exist_ok=True)
         trusted = {name: record for name, record in finished.items() if self._as_recorded(name, record)}
         self._state = {"fingerprint": fingerprint, "finished": trusted}
         self._save()
-        for path in self.model.rglob("*"):
-            if path.is_file() and path.relative_to(self.model).as_posix() not in trusted:
+        for path in (*self.model.rglob("*"), *self.work.rglob("*")):
+            if path.is_file() and path.relative_to(self.folder).as_posix() not in trusted:
                 path.unlink()
         return {name: record["sha256"] for name, record in trusted.items()}
 
     def _as_recorded(self, name: str, record: dict[str, Any]) -> bool:
-        path = self.model / name
+        path = self.folder / name
         return path.is_file() and path.stat().st_size == record["nbytes"] and hash_file(path) == record["sha256"]
 
     def record(self, name: str, sha256: str) -> None:
         """A file is finished and on the disk."""
-        self._state["finished"][name] = {"nbytes": (self.model / name).stat().st_size, "sha256": sha256}
+        self._state["finished"][name] = {"nbytes": (self.folder / name).stat().st_size, "sha256": sha256}
         self._save()
 
     def _save(self) -> None:

@@ -1,7 +1,8 @@
 """``gqaconvert convert``."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,9 +24,28 @@ def convert_command(
     ] = None,
     mqa: Annotated[bool, typer.Option("--mqa", help="One KV head: the same as --kv-heads 1.")] = False,
     method: Annotated[
-        str, typer.Option("--method", help="mean (the paper's), first, or random (for ablations).")
+        str, typer.Option("--method", help="mean (the paper's), subspace (keeps far more), align; first, random.")
     ] = "mean",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of --method random.")] = 0,
+    grouping: Annotated[
+        str, typer.Option("--grouping", help="subspace, align: adjacent heads, or similar ones (reordered).")
+    ] = "adjacent",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE|example",
+            help="subspace, align: fit to this text.",
+            show_default="weights only",
+        ),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option("--calibration-tokens", min=1, help="Use at most so many tokens of it.")
+    ] = 40_000,
+    refine: Annotated[
+        str | None,
+        typer.Option("--refine", metavar="N|auto", help="Then fit each layer for N steps.", show_default="no steps"),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of whatever draws.")] = 0,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -67,9 +87,20 @@ def convert_command(
         raise InputError("give either --kv-heads N or --mqa")
     if resume and restart:
         raise InputError("--resume and --restart contradict each other")
+    options: dict[str, Any] = {
+        "method": method,
+        "seed": seed,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+        "family": family,
+        "grouping": grouping,
+        "calibrate": calibrate,
+        "calibration_tokens": calibration_tokens,
+        "refine": _steps(refine),
+    }
     count = 1 if kv_heads is None else kv_heads
     if dry_run:
-        recipe = make_recipe(count, method=method, seed=seed, dtype=dtype, max_shard_size=max_shard_size, family=family)
+        recipe = make_recipe(count, **options)
         plan = convert_plan(source, recipe, revision=revision, offline=offline)
         if json:
             print_json(plan_document(plan, destination))
@@ -81,24 +112,43 @@ def convert_command(
             source,
             destination,
             count,
-            method=method,
-            seed=seed,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            family=family,
+            **options,
             revision=revision,
             offline=offline,
             resume=resume,
             restart=restart,
             overwrite=overwrite,
             push_to_hub=push_to_hub,
-            on_plan=lambda plan: set_total(sum(shard.nbytes for shard in plan.shards)),
+            on_plan=lambda plan: set_total(plan.work_bytes + sum(shard.nbytes for shard in plan.shards)),
             on_progress=advance,
+            on_site=lambda facts: None if quiet or json else _show_site(facts),
         )
     if json:
         print_json(result.to_json())
     elif not quiet:
         _show_result(result)
+
+
+def _steps(refine: str | None) -> int | str | None:
+    if refine is None or refine == "auto":
+        return refine
+    if not refine.isdecimal():
+        raise InputError(f"--refine {refine}: give a number of steps, or auto")
+    return int(refine)
+
+
+def _show_site(facts: Mapping[str, Any]) -> None:
+    """One line a layer, as soon as it is merged; only where there is something to watch."""
+    if "error_after" in facts:
+        note(
+            f"layer {facts['layer']}: error {facts['error_before']:.5f} -> {facts['error_after']:.5f} "
+            f"after {facts['steps']} steps (K kept {_mean(facts['key_explained']):.0%}, "
+            f"V {_mean(facts['value_explained']):.0%})"
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _show_result(result: "ConversionResult") -> None:
@@ -113,8 +163,10 @@ def _show_result(result: "ConversionResult") -> None:
         f"{format_size(plan.total_size)}, KV cache per token {format_size(cache['source'])} -> "
         f"{format_size(cache['target'])}"
     )
-    if target.num_key_value_heads < source.num_key_value_heads:
-        note("before uptraining, expect much worse text than the source's")
+    if target.num_key_value_heads < source.num_key_value_heads and not plan.work:
+        note("before uptraining, expect much worse text than the source's; --method subspace --refine auto keeps more")
+    for limit in sorted({limit for work in plan.work for limit in work.freedom.limits}):
+        note(f"note: {limit}")
     left_out = plan.sidecars.left_out
     for name, reason in list(left_out.items())[:5]:
         note(f"not carried over: {name} ({reason})")

@@ -89,6 +89,9 @@ class Family:
         parts: names inside the attention module -> their role. Names not listed here are refused.
         layout: of the projections.
         position: the position scheme.
+        rotary_fraction: part of a head that is rotated, where the config does not say.
+        attention_adds: the attention's output is added to the residual stream as it is; not where a norm or a
+            multiplier stands between.
         forms: what can be written; empty if the stock class has no KV-head count.
         when: config values that select this family among those with the same model_type.
         defaults: what the stock config class assumes for the keys of ``when`` and of the forms' ``requires``.
@@ -103,6 +106,8 @@ class Family:
     attention: str = "self_attn"
     layout: Layout = Layout.SEPARATE
     position: Position = Position.ROPE_HALF
+    rotary_fraction: float = 1.0
+    attention_adds: bool = True
     forms: tuple[Form, ...] = (Form(),)
     when: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
     defaults: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))

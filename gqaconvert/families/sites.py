@@ -80,6 +80,18 @@ class AttentionSite:
         return next((t.entry for t in self.tensors if t.part is part and t.leaf == leaf), None)
 
 
+_REWRITTEN = frozenset((Part.QUERY, Part.KEY, Part.VALUE, Part.QKV))
+
+
+def rewritten(site: AttentionSite) -> list[tuple[Part, str, TensorEntry]]:
+    """The tensors that a merge of the whole site writes anew: (part, leaf, entry); of OUTPUT the weight only."""
+    return [
+        (tensor.part, tensor.leaf, tensor.entry)
+        for tensor in site.tensors
+        if tensor.part in _REWRITTEN or (tensor.part is Part.OUTPUT and tensor.leaf == "weight")
+    ]
+
+
 def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: ModelConfig) -> tuple[AttentionSite, ...]:
     """All attention modules of the text decoder, in the order of the layers, with one geometry.
 

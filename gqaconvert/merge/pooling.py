@@ -49,13 +49,13 @@ def pooling(name: str) -> Callable[[Pooling], Pooling]:
 
 
 @pooling("mean")
-def mean(heads: Tensor, context: PoolContext) -> Tensor:
+def mean(heads: Tensor, context: PoolContext) -> Tensor:  # noqa: ARG001
     """Mean of the group's heads (Ainslie et al., EMNLP 2023, section 2.1; the paper's best)."""
     return heads.mean(dim=0)
 
 
 @pooling("first")
-def first(heads: Tensor, context: PoolContext) -> Tensor:
+def first(heads: Tensor, context: PoolContext) -> Tensor:  # noqa: ARG001
     """The group's first head alone (Ainslie et al., EMNLP 2023, figure 4: "First")."""
     return heads[0]
 
