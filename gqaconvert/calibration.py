@@ -6,7 +6,6 @@ both residual streams move on. An interrupted run repeats only the forward passe
 """
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ from gqaconvert.reading import SourceReader
 from gqaconvert.site_merging import (
     OnSite,
     diagnostics,
+    load_facts,
     load_work,
     merge_heads,
     read_heads,
@@ -240,7 +240,7 @@ class _LayerMerger:
         """Merge, refine, round and save; the streams at the layer's output are those of the rounded weights."""
         if finished:
             tensors = load_work(self.staging.folder, self.work)
-            facts = json.loads((self.staging.folder / f"{self.work.shard}.json").read_text())
+            facts = load_facts(self.staging.folder, self.work)
             with torch.no_grad():
                 outputs = [self.call.run(self.original, hidden) for hidden in streams.original]
         else:
@@ -253,10 +253,11 @@ class _LayerMerger:
 
     def _fit(self, streams: Streams) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Any]]:
         plan, settings = self.plan, _settings(self.plan)
+        heads = read_heads(plan, self.work, self.sources)
         results: list[MergeResult] = []
 
         def merge(moment: Tensor) -> None:
-            results.append(merge_heads(plan, self.work, read_heads(plan, self.work, self.sources), moment))
+            results.append(merge_heads(plan, self.work, heads, moment))
             self._write(store_heads(results[0].heads, self.work.site, plan.layouts[1], plan.target_geometry))
 
         attention = self.merged.get_submodule(plan.family.attention)
@@ -275,7 +276,7 @@ class _LayerMerger:
         else:
             tensors = rounded(plan, self.work, results[0].heads)
         facts = {
-            **diagnostics(self.work, results[0]),
+            **diagnostics(self.work, heads, results[0]),
             "error_before": refinement.before,
             "error_after": refinement.after,
             "steps": refinement.steps,

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -54,12 +54,22 @@ _CAST_CHUNK = 8 * 2**20
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """A finished conversion."""
+    """A finished conversion.
+
+    Attributes:
+        destination: the folder.
+        plan: what was done.
+        shards: name -> sha256.
+        resumed: shards that an interrupted run had finished.
+        sites: facts of the attention sites that a site method merged, as in a report.
+        commit_url: of the upload, if one was asked for.
+    """
 
     destination: Path
     plan: ConversionPlan
     shards: Mapping[str, str]
     resumed: tuple[str, ...]
+    sites: tuple[Mapping[str, Any], ...] = ()
     commit_url: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +82,7 @@ class ConversionResult:
                 for shard in self.plan.shards
             ],
             "resumed_shards": list(self.resumed),
+            "sites": [dict(site) for site in self.sites],
             "commit_url": self.commit_url,
         }
 
@@ -244,7 +255,7 @@ def convert(
             )
     if push_to_hub is None:
         return done
-    return ConversionResult(destination, plan, done.shards, done.resumed, hub.upload(destination, push_to_hub))
+    return replace(done, commit_url=hub.upload(destination, push_to_hub))
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:
@@ -346,6 +357,7 @@ def _execute(
                 from gqaconvert.site_merging import merge_sites
 
                 merge_sites(plan, folder, staging, frozenset(trusted), advance, on_site)
+            sites = _site_facts(plan, staging)
             _write_shards(plan, folder, staging, shards, advance)
             if fingerprint(plan, folder) != digest:
                 raise CheckpointError(f"{folder.root} changed while it was converted", hint="convert it again")
@@ -358,7 +370,11 @@ def _execute(
                 staging.discard()
             raise
         staging.commit()
-    return ConversionResult(destination, plan, shards, resumed)
+    return ConversionResult(destination, plan, shards, resumed, sites)
+
+
+def _site_facts(plan: ConversionPlan, staging: Staging) -> tuple[Mapping[str, Any], ...]:
+    return tuple(json.loads((staging.folder / f"{work.shard}.json").read_text()) for work in plan.work)
 
 
 def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str, ...]) -> None:

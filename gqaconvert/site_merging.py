@@ -48,11 +48,12 @@ def merge_sites(
             return
         for work in plan.work:
             if work.shard not in trusted:
-                result = merge_heads(plan, work, read_heads(plan, work, sources), None)
-                facts = diagnostics(work, result)
+                heads = read_heads(plan, work, sources)
+                result = merge_heads(plan, work, heads, None)
+                facts = diagnostics(work, heads, result)
                 save_work(staging, work, rounded(plan, work, result.heads), facts)
-                on_site(facts)
             advance(work.nbytes)
+            on_site(load_facts(staging.folder, work))
 
 
 def read_tensors(work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:
@@ -108,12 +109,14 @@ def _in_type(name: str, values: Tensor, dtype: str) -> Tensor:
     return stored
 
 
-def diagnostics(work: SiteWork, result: MergeResult) -> dict[str, Any]:
+def diagnostics(work: SiteWork, source: AttentionHeads, result: MergeResult) -> dict[str, Any]:
     """What a report tells of a site."""
     return {
         "layer": work.site.layer,
         "key_explained": result.key_explained.tolist(),
         "value_explained": result.value_explained.tolist(),
+        "source_key_rms": float(source.key.square().mean().sqrt()),
+        "key_rms": float(result.heads.key.square().mean().sqrt()),
     }
 
 
@@ -128,6 +131,12 @@ def save_work(staging: Staging, work: SiteWork, tensors: Mapping[str, Tensor], f
     write_file(staging.folder / f"{work.shard}.json", json.dumps(facts).encode())
     for name in (f"{work.shard}.json", work.shard):
         staging.record(name, hash_file(staging.folder / name))
+
+
+def load_facts(staging_folder: Path, work: SiteWork) -> dict[str, Any]:
+    """The facts of a finished work file."""
+    facts: dict[str, Any] = json.loads((staging_folder / f"{work.shard}.json").read_text())
+    return facts
 
 
 def load_work(staging_folder: Path, work: SiteWork) -> dict[str, Tensor]:

@@ -45,6 +45,12 @@ def convert_command(
         str | None,
         typer.Option("--refine", metavar="N|auto", help="Then fit each layer for N steps.", show_default="no steps"),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="subspace, align: .html or .json, layer by layer.", show_default=False
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of whatever draws.")] = 0,
     dtype: Annotated[
         str | None,
@@ -85,6 +91,13 @@ def convert_command(
 
     if (kv_heads is None) != mqa:
         raise InputError("give either --kv-heads N or --mqa")
+    if report is not None:
+        from gqaconvert.merge import SITE_METHODS
+        from gqaconvert.report import check_report_path
+
+        check_report_path(report)
+        if method not in SITE_METHODS:
+            raise InputError(f"--report tells of methods that merge whole layers, not of {method}")
     if resume and restart:
         raise InputError("--resume and --restart contradict each other")
     options: dict[str, Any] = {
@@ -123,6 +136,10 @@ def convert_command(
             on_progress=advance,
             on_site=lambda facts: None if quiet or json else _show_site(facts),
         )
+    if report is not None:
+        from gqaconvert.report import write_report
+
+        write_report(report, f"{source} to {count} KV heads by {method}", result.sites)
     if json:
         print_json(result.to_json())
     elif not quiet:
