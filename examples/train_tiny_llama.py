@@ -57,8 +57,12 @@ def train_tokenizer(speeches: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(speeches, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -122,7 +126,7 @@ def main() -> None:
     tokens = torch.tensor([token for speech in encoded for token in speech])
     print(f"{len(training)} speeches, {len(tokens):,} tokens; {len(held_out)} held out")
     model = train(tokens)
-    model.to(torch.bfloat16).save_pretrained(arguments.out / "tiny-llama")
+    model.bfloat16().save_pretrained(arguments.out / "tiny-llama")
     tokenizer.save_pretrained(arguments.out / "tiny-llama")
 
 

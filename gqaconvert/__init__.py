@@ -12,24 +12,39 @@ if TYPE_CHECKING:
     from gqaconvert.conversion import ConversionResult, convert, convert_plan
     from gqaconvert.errors import GqaConvertError
     from gqaconvert.inspection import Inspection, inspect_checkpoint
+    from gqaconvert.kvcache.estimate import Estimate, Question, estimate
+    from gqaconvert.validation.run import validate
+    from gqaconvert.validation.types import Settings, ValidationReport
 
 _PUBLIC = {
     "ConversionResult": "gqaconvert.conversion",
+    "Estimate": "gqaconvert.kvcache.estimate",
     "GqaConvertError": "gqaconvert.errors",
     "Inspection": "gqaconvert.inspection",
     "convert": "gqaconvert.conversion",
     "convert_plan": "gqaconvert.conversion",
+    "Question": "gqaconvert.kvcache.estimate",
+    "estimate": "gqaconvert.kvcache.estimate",
     "inspect_checkpoint": "gqaconvert.inspection",
+    "Settings": "gqaconvert.validation.types",
+    "ValidationReport": "gqaconvert.validation.types",
+    "validate": "gqaconvert.validation.run",
 }
 
 __all__ = [
     "ConversionResult",
+    "Estimate",
     "GqaConvertError",
     "Inspection",
+    "Question",
+    "Settings",
+    "ValidationReport",
     "__version__",
     "convert",
     "convert_plan",
+    "estimate",
     "inspect_checkpoint",
+    "validate",
 ]
 
 

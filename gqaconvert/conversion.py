@@ -104,6 +104,7 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
         "source_bytes": plan.checkpoint.index.total_size,
         "total_size": plan.total_size,
         "output_bytes": plan.output_bytes,
+        "work_bytes": plan.work_bytes,
         "free_bytes": _free_bytes(destination),
         "config_changes": dict(plan.config_changes),
         "shards": [{"name": shard.name, "nbytes": shard.nbytes} for shard in plan.shards],
@@ -140,8 +141,6 @@ def make_recipe(
     Raises:
         InputError: an unknown type or method, or a count below 1.
     """
-    if kv_heads < 1:
-        raise InputError(f"{kv_heads} is no number of KV heads")
     if dtype is not None and dtype not in SAFETENSORS_NAMES:
         raise InputError(f"no dtype {dtype!r}", hint=f"known: {', '.join(SAFETENSORS_NAMES)}")
     check_method(method)
@@ -227,7 +226,9 @@ def convert(
     Raises:
         GqaConvertError: nothing was written to the destination.
     """
-    destination = Path(destination).expanduser().absolute()
+    destination = _located(destination)
+    if push_to_hub is not None and not hub.REPO_ID.fullmatch(push_to_hub):
+        raise InputError(f"--push-to-hub {push_to_hub}: not a repository id", hint="for example: your-name/your-model")
     recipe = make_recipe(
         kv_heads,
         method=method,
@@ -256,6 +257,17 @@ def convert(
     if push_to_hub is None:
         return done
     return replace(done, commit_url=hub.upload(destination, push_to_hub))
+
+
+def _located(destination: str | Path) -> Path:
+    """The absolute path of a destination, its last part a name of its own (not ``..``) and not followed if a link."""
+    if not str(destination):
+        raise DestinationError("the destination is empty", hint="give a folder to create")
+    path = Path(destination).expanduser().absolute()
+    try:
+        return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
+    except (OSError, RuntimeError) as error:
+        raise DestinationError(f"{destination} is no place for a folder: {error}") from error
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:
@@ -366,7 +378,7 @@ def _execute(
             _reopen(plan, staging)
         except GqaConvertError as error:
             # Bad input cannot be resumed; a full disk or a Ctrl-C can.
-            if not isinstance(error, (StorageError, DestinationError)):
+            if not isinstance(error, (StorageError, DestinationError)) or not staging.has_results:
                 staging.discard()
             raise
         staging.commit()
@@ -400,16 +412,19 @@ def _write_shards(
             staging.record(f"model/{name}", finished[name])
 
     with FileFinisher() as finisher, SourceReader(folder, staging.folder) as sources:
-        for shard in plan.shards:
-            if shard.name in finished:
-                advance(shard.nbytes)
-                continue
-            path = staging.model / shard.name
-            with path.open("wb", buffering=0) as file, finisher.follow(path) as follower:
-                _write_shard(plan, shard, sources, file, follower, advance)
-            pending.append((shard.name, follower.digest))
-            collect(wait=False)
-        collect(wait=True)
+        try:
+            for shard in plan.shards:
+                if shard.name in finished:
+                    advance(shard.nbytes)
+                    continue
+                path = staging.model / shard.name
+                with path.open("wb", buffering=0) as file, finisher.follow(path) as follower:
+                    _write_shard(plan, shard, sources, file, follower, advance)
+                pending.append((shard.name, follower.digest))
+                collect(wait=False)
+        finally:
+            # Also on the way out with an error: whole shards are what --resume starts from.
+            collect(wait=True)
 
 
 def _write_shard(
@@ -463,7 +478,7 @@ def _computed(
     if isinstance(piece, CastPiece):
         for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
             count = min(_CAST_CHUNK, piece.source.nbytes - offset)
-            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.source.shard)
+            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.name)
         return
     yield from pool_heads(
         [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
@@ -488,7 +503,7 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
             file.flush()
             os.fsync(file.fileno())
     source_card = _source_card(folder)
-    write_file(staging.model / CARD, model_card(plan, source_card).encode())
+    write_file(staging.model / CARD, model_card(plan, source_card).encode(errors="replace"))
     write_file(staging.model / PROVENANCE, _json(provenance(plan, shards)))
     if plan.index_file:
         write_file(staging.model / plan.index_file, _json(index_document(plan)))
@@ -501,7 +516,8 @@ def _source_card(folder: LocalFolder) -> str:
 
 
 def _json(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    # Half a surrogate pair (JSON can escape one) goes out as it came in: backslashreplace writes JSON's own escape.
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def provenance(plan: ConversionPlan, shards: Mapping[str, str]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _refuse_quantised(config: ModelConfig) -> None:
     if not quantisation:
         return
     spared = quantisation.get("modules_to_not_convert") if isinstance(quantisation, dict) else None
-    if not any("self_attn" in str(name) for name in spared or ()):
+    if not isinstance(spared, list) or not any("self_attn" in str(name) for name in spared):
         method = (
             quantisation.get("quant_method", "unknown method") if isinstance(quantisation, dict) else "unknown method"
         )

@@ -95,6 +95,7 @@ class CastPiece(NamedTuple):
 
     source: ByteRange
     source_dtype: str
+    name: str
 
 
 class PoolPiece(NamedTuple):
@@ -399,7 +400,8 @@ def _retyped(tensor: PlannedTensor, dtype: str | None) -> PlannedTensor:
     if dtype is None or tensor.dtype == dtype or tensor.dtype not in dtypes.TORCH_NAMES:
         return tensor
     pieces = tuple(
-        CastPiece(piece.source, tensor.dtype) if isinstance(piece, CopyPiece) else piece for piece in tensor.pieces
+        CastPiece(piece.source, tensor.dtype, tensor.name) if isinstance(piece, CopyPiece) else piece
+        for piece in tensor.pieces
     )
     return PlannedTensor(tensor.name, dtype, tensor.shape, pieces, tensor.source)
 

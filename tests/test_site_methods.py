@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gqaconvert.cli.app import app
 from tests.support.perplexity import perplexity
@@ -22,7 +21,7 @@ CALIBRATED = ["--method", "subspace", "--calibrate", "example", "--calibration-t
 
 def convert(destination: Path, *options: str) -> Result:
     """Run the command in this process; it must succeed."""
-    result: Result = CliRunner().invoke(app, ["convert", str(MODEL), str(destination), "--kv-heads", "2", *options])
+    result = CliRunner().invoke(app, ["convert", str(MODEL), str(destination), "--kv-heads", "2", *options])
     assert result.exit_code == 0, f"{result.output} {result.exception!r}"
     return result
 

@@ -10,7 +10,7 @@ from gqaconvert.checkpoint import headers
 from gqaconvert.checkpoint.headers import ShardHeader
 from gqaconvert.errors import CheckpointError, StorageError
 
-MAX_JSON_BYTES = 200 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 
 
 class CheckpointFiles(Protocol):
@@ -55,7 +55,7 @@ class LocalFolder:
         """
         sizes: dict[str, int] = {}
         try:
-            for folder, subfolders, names in os.walk(root):
+            for folder, subfolders, names in os.walk(root, onerror=_fail):
                 subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
                 for name in sorted(names):
                     path = Path(folder, name)
@@ -87,8 +87,7 @@ class LocalFolder:
             CheckpointError: it is far too large to be what it should be.
             StorageError: it cannot be read.
         """
-        if self.sizes[name] > MAX_JSON_BYTES:
-            raise CheckpointError(f"{self.path(name)} is {self.sizes[name]:,} bytes: not a file of a checkpoint")
+        refuse_large(name, self.sizes[name])
         try:
             return self.path(name).read_bytes()
         except OSError as error:
@@ -108,6 +107,20 @@ class LocalFolder:
                 return headers.parse_header(file.read(length), shard=name, file_size=size)
         except OSError as error:
             raise StorageError(f"cannot read {self.path(name)}: {error.strerror}") from error
+
+
+def _fail(error: OSError) -> None:
+    raise error
+
+
+def refuse_large(name: str, nbytes: int) -> None:
+    """Refuse to read a file whole that is far too large for what it should be.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if nbytes > MAX_JSON_BYTES:
+        raise CheckpointError(f"{name} has {nbytes:,} bytes: far too many for such a file of a checkpoint")
 
 
 def _cached_repo(root: Path) -> str | None:

@@ -7,6 +7,7 @@ holes or overlaps, offsets counted from the end of the header.
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from gqaconvert.errors import CheckpointError, UnsupportedFormatError
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself: no loader would read more."""
+_MAX_RANK = 64  # of torch and numpy; keeps products of hostile shapes cheap
+_MAX_NUMBER = 2**63
 
 
 class TensorEntry(NamedTuple):
@@ -57,14 +60,23 @@ def header_length(prefix: bytes, *, shard: str) -> int:
     if len(prefix) >= LENGTH_BYTES and 2 <= length <= MAX_HEADER_BYTES:
         return length
     # Only a length that no safetensors file has can be another format's first bytes.
-    for magic, what, hint in _OTHER_MAGIC:
-        if prefix.startswith(magic):
-            raise UnsupportedFormatError(f"{shard} is {what}", hint=hint)
+    refuse_other_magic(prefix, name=shard)
     if len(prefix) < LENGTH_BYTES:
         raise CheckpointError(f"{shard} is cut off: {len(prefix)} bytes are no safetensors file", hint=FETCH_HINT)
     raise CheckpointError(
         f"{shard} is not a safetensors file: its header would be {length:,} bytes long", hint=FETCH_HINT
     )
+
+
+def refuse_other_magic(prefix: bytes, *, name: str) -> None:
+    """Name the format that a file's first bytes belong to.
+
+    Raises:
+        UnsupportedFormatError: they are those of a Git LFS pointer, GGUF or pickle.
+    """
+    for magic, what, hint in _OTHER_MAGIC:
+        if prefix.startswith(magic):
+            raise UnsupportedFormatError(f"{name} is {what}", hint=hint)
 
 
 GGUF_HINT = "gqaconvert reads the original Hugging Face checkpoint; convert that one, then make the GGUF from it"
@@ -74,7 +86,7 @@ PICKLE_HINT = (
 )
 FETCH_HINT = "fetch the file again"
 _OTHER_MAGIC = (
-    (b"version ", "a Git LFS pointer, not the weights", "run 'git lfs pull' in the repository"),
+    (b"version ", "a Git LFS pointer, not the file itself", "run 'git lfs pull' in the repository"),
     (b"GGUF", "a GGUF file", GGUF_HINT),
     (b"PK\x03\x04", "a PyTorch pickle under another name", PICKLE_HINT),
     (b"\x80", "a pickle under another name", PICKLE_HINT),
@@ -93,12 +105,17 @@ def parse_header(raw: bytes, *, shard: str, file_size: int | None) -> ShardHeade
         CheckpointError: anything that contradicts the format or the file's size.
     """
     try:
-        table = json.loads(raw)
+        text = raw.decode()
+        # A loader's JSON parser refuses halves of surrogate pairs; only escapes can bring them in.
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(json.loads(text), ensure_ascii=False).encode()
+        table = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{shard}: the safetensors header is not JSON ({error})", hint=FETCH_HINT) from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{shard}: the safetensors header is not a JSON object", hint=FETCH_HINT)
-    metadata = table.pop("__metadata__", None) or {}
+    metadata = table.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointError(f"{shard}: __metadata__ of the safetensors header must map strings to strings")
     data_start = LENGTH_BYTES + len(raw)
@@ -119,12 +136,12 @@ def parse_header(raw: bytes, *, shard: str, file_size: int | None) -> ShardHeade
 def _entry(name: str, fields: Any, *, shard: str, data_start: int) -> TensorEntry:  # noqa: ANN401
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (begin, end, *shape))
-        if whole and end - begin == dtypes.nbytes(dtype, math.prod(shape)):
+        whole = all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (begin, end, *shape))
+        if whole and len(shape) <= _MAX_RANK and end - begin == dtypes.nbytes(dtype, math.prod(shape)):
             return TensorEntry(name, dtype, tuple(shape), shard, data_start + begin, end - begin)
     except (KeyError, TypeError, ValueError):
         pass
-    raise CheckpointError(f"{shard}: the header's entry for tensor {name!r} makes no sense: {str(fields)[:200]}")
+    raise CheckpointError(f"{shard}: the header's entry for tensor {name!r} makes no sense: {reprlib.repr(fields)}")
 
 
 def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

@@ -1,15 +1,16 @@
 """The Hub: read a repository's headers by range requests, fetch it, upload to it. Never used for a local path."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gqaconvert.checkpoint import headers
-from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.files import LocalFolder, refuse_large
 from gqaconvert.checkpoint.headers import ShardHeader
-from gqaconvert.errors import HubError, SourceNotFoundError
+from gqaconvert.errors import GqaConvertError, HubError, SourceNotFoundError
 
 _FIRST_REQUEST = 100_000
 """Bytes of the first range request: enough for most headers, so one request a shard."""
@@ -53,14 +54,33 @@ def _hub_errors(repo_id: str, revision: str | None) -> Iterator[None]:
             f"{repo_id} is on the Hub, and HF_HUB_OFFLINE is set", hint="unset it, or give a folder"
         ) from error
     except errors.EntryNotFoundError as error:
-        raise SourceNotFoundError(f"{repo_id}: {str(error).splitlines()[0]}") from error
+        raise SourceNotFoundError(f"{repo_id}: {_first_line(error)}") from error
     except errors.HFValidationError as error:
         raise SourceNotFoundError(f"{repo_id!r} is neither a folder nor a repository id") from error
-    except (errors.HfHubHTTPError, transport_error, ConnectionError, TimeoutError) as error:
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise HubError(
+                f"the Hub refuses access to {repo_id} ({status}): {_first_line(error)}",
+                hint="'hf auth login' with a token that has the rights",
+            ) from error
+        raise HubError(f"the Hub fails for {repo_id}: {_first_line(error)}", hint="try again later") from error
+    except (transport_error, ConnectionError, TimeoutError) as error:
         raise HubError(
-            f"the Hub cannot be reached for {repo_id}: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
+            f"the Hub cannot be reached for {repo_id}: {type(error).__name__}: {_first_line(error)}",
             hint="check the network; with a cached copy, --offline works without it",
         ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")[:200]
+
+
+def is_offline() -> bool:
+    """Whether the client's own switch, HF_HUB_OFFLINE, is on."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,7 @@ class HubRepo:
 
     def read_bytes(self, name: str) -> bytes:
         """A small file, through the client's cache."""
+        refuse_large(name, self.sizes[name])
         with _hub_errors(self.label, self.revision):
             from huggingface_hub import hf_hub_download
 
@@ -130,27 +151,44 @@ def download(repo_id: str, *, revision: str | None, offline: bool) -> LocalFolde
         path = snapshot_download(
             repo_id, revision=revision, local_files_only=offline, ignore_patterns=list(IGNORED_DOWNLOADS)
         )
-    return LocalFolder.open(Path(path), label=repo_id, repo_id=repo_id)
+    folder = LocalFolder.open(Path(path), label=repo_id, repo_id=repo_id)
+    if offline and not _is_whole(folder):
+        raise HubError(
+            f"{repo_id} is not completely in the local cache", hint="run once with a network and without --offline"
+        )
+    return folder
+
+
+def _is_whole(folder: LocalFolder) -> bool:
+    """Whether config.json and all weights are there: a download may have been interrupted, or was never for weights."""
+    for name in folder.sizes:
+        if name.endswith(".safetensors.index.json") and "/" not in name:
+            with suppress(ValueError, AttributeError, TypeError):  # what is wrong with an index is said elsewhere
+                if not set(json.loads(folder.read_bytes(name))["weight_map"].values()) <= folder.sizes.keys():
+                    return False
+    return "config.json" in folder.sizes and any(name.endswith(".safetensors") for name in folder.sizes)
 
 
 def upload(folder: Path, repo_id: str) -> str:
     """Create the repository if needed and upload the folder as one commit. Returns the commit's address.
 
     Raises:
-        HubError: not logged in, no right to write, or no network.
+        HubError: not logged in, no right to write, or no network; the folder is complete all the same.
     """
-    with _hub_errors(repo_id, None):
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import LocalTokenNotFoundError
+    try:
+        with _hub_errors(repo_id, None):
+            from huggingface_hub import HfApi
 
-        api = HfApi()
-        try:
+            api = HfApi()
             api.create_repo(repo_id, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message="Upload a checkpoint converted by gqaconvert",
             )
-        except LocalTokenNotFoundError as error:
-            raise HubError("uploading needs a login", hint="run 'hf auth login'") from error
+    except GqaConvertError as error:
+        raise HubError(
+            f"{folder} is complete, but was not uploaded: {error.message}",
+            hint=f"after 'hf auth login' with the right to write there: hf upload {repo_id} {folder} .",
+        ) from error
     return str(commit.commit_url)

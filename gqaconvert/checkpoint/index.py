@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from gqaconvert.checkpoint import headers
 from gqaconvert.checkpoint.files import CheckpointFiles
 from gqaconvert.checkpoint.headers import ShardHeader, TensorEntry
 from gqaconvert.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_NESTING = 64
 
 
 class Problem(NamedTuple):
@@ -53,7 +55,7 @@ def read_index(files: CheckpointFiles) -> CheckpointIndex:
         problems.append(
             Problem("error", "missing-shard", index_file or "", f"{_some(missing)} named, but not in the folder")
         )
-    shards = _read_shards(files, [name for name in shard_names if name not in missing], problems)
+    shards = _read_shards(files, [name for name in shard_names if name in files.sizes], problems)
     entries: dict[str, TensorEntry] = {}
     for shard in shards:
         for entry in shard.entries:
@@ -96,7 +98,7 @@ def _parse_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], Any
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{name} has no weight_map")
-    for shard in set(map(str, weight_map.values())):
+    for shard in {name if isinstance(name, str) else repr(name)[:80] for name in weight_map.values()}:
         if re.fullmatch(r"[^/\\\x00]+\.safetensors", shard) is None or shard.startswith("."):
             raise CheckpointError(
                 f"{name} names {shard!r} as a shard: only plain *.safetensors file names are accepted",
@@ -161,7 +163,7 @@ def _compare(
     if moved:
         problems.append(Problem("error", "wrong-shard", subject, f"puts {_some(sorted(moved))} into the wrong shard"))
     if declared_size is not None and declared_size != index.total_size and not lost and len(read) == len(index.shards):
-        message = f"metadata.total_size is {declared_size}, the tensors have {index.total_size} bytes"
+        message = f"metadata.total_size is {str(declared_size)[:80]}, the tensors have {index.total_size} bytes"
         problems.append(Problem("warning", "total-size", subject, message))
 
 
@@ -176,17 +178,37 @@ def read_json(files: CheckpointFiles, name: str) -> dict[str, Any]:
     """A JSON object from a file of the checkpoint.
 
     Raises:
-        CheckpointError: it is missing, or no JSON object.
+        CheckpointError: it is missing, or no JSON object, or nested beyond all sense.
+        UnsupportedFormatError: it is a Git LFS pointer.
     """
     if name not in files.sizes:
         raise CheckpointError(f"{files.label} has no {name}")
+    content = files.read_bytes(name)
+    headers.refuse_other_magic(content[: headers.LENGTH_BYTES], name=name)
     try:
-        document = json.loads(files.read_bytes(name))
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{name} is not a JSON object")
+    if _nested_beyond(document, _MAX_NESTING):
+        raise CheckpointError(f"{name} is nested more than {_MAX_NESTING} levels deep: no file of a checkpoint")
     return document
+
+
+def _nested_beyond(document: object, limit: int) -> bool:
+    """Whether containers lie deeper in each other than ``limit``; does not recurse itself."""
+    level = [document]
+    for _ in range(limit):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _some(names: list[str], limit: int = 3) -> str:

@@ -32,8 +32,8 @@ def open_source(source: str, *, revision: str | None = None, offline: bool = Fal
     local = _local(source, revision)
     if local is not None:
         return local
-    if offline:
-        return hub.download(source, revision=revision, offline=True)
+    if offline or hub.is_offline():
+        return fetch_source(source, revision=revision, offline=True)
     repo = hub.HubRepo.open(source, revision=revision)
     refuse_other_formats(repo.sizes, label=repo.label)
     return repo
@@ -48,12 +48,17 @@ def fetch_source(source: str, *, revision: str | None = None, offline: bool = Fa
     local = _local(source, revision)
     if local is not None:
         return local
+    offline = offline or hub.is_offline()
+    if not offline:  # before anything large travels
+        refuse_other_formats(hub.HubRepo.open(source, revision=revision).sizes, label=source)
     folder = hub.download(source, revision=revision, offline=offline)
     refuse_other_formats(folder.sizes, label=source)
     return folder
 
 
 def _local(source: str, revision: str | None) -> LocalFolder | None:
+    if not source:
+        raise SourceNotFoundError("the source is empty", hint="give a folder or a Hub id")
     path = Path(source).expanduser()
     try:
         found = path.exists()

@@ -73,6 +73,11 @@ class Staging:
         """Whether an earlier run left an unfinished model here."""
         return self.model.exists()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether anything was written that a later run could use."""
+        return any(path.is_file() for folder in (self.model, self.work) for path in folder.rglob("*"))
+
     def begin(self, fingerprint: str, *, resume: bool) -> dict[str, str]:
         """Start a run, or continue the one that was interrupted.
 

@@ -1,6 +1,5 @@
 """The application: its commands, and the one place where errors become exit codes."""
 
-import sys
 import traceback
 from typing import Annotated, Any
 
@@ -9,7 +8,10 @@ from typer.core import TyperGroup
 
 from gqaconvert import __version__
 from gqaconvert.cli.convert import convert_command
+from gqaconvert.cli.estimate import estimate_command
 from gqaconvert.cli.inspect import inspect_command
+from gqaconvert.cli.output import note
+from gqaconvert.cli.validate import validate_command
 from gqaconvert.errors import GqaConvertError
 
 INTERRUPTED = 130
@@ -45,9 +47,9 @@ class ErrorGroup(TyperGroup):
     def _show(self, ctx: Any, message: str, hint: str | None) -> None:  # noqa: ANN401
         if ctx.params.get("debug"):
             traceback.print_exc()
-        print(f"error: {message}", file=sys.stderr)
+        note(f"error: {message}")
         if hint:
-            print(f"hint: {hint}", file=sys.stderr)
+            note(f"hint: {hint}")
 
 
 app = typer.Typer(
@@ -76,6 +78,8 @@ def root(
 
 app.command("inspect")(inspect_command)
 app.command("convert")(convert_command)
+app.command("estimate")(estimate_command)
+app.command("validate")(validate_command)
 
 
 def main() -> None:

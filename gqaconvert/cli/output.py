@@ -8,20 +8,26 @@ from typing import Any
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    """One JSON document on stdout. ASCII only: names from a checkpoint may hold what terminals or pipes choke on."""
+    print(json.dumps(document, indent=2))
 
 
 def note(text: str) -> None:
-    """A line for people, on stderr."""
-    print(text, file=sys.stderr)
+    """A line for people, on stderr, whatever a checkpoint put into it."""
+    print(printable(text), file=sys.stderr)
+
+
+def printable(text: str, limit: int = 2000) -> str:
+    """Text that may come from a checkpoint, as one line for a terminal: no control characters, of bounded length."""
+    shown = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
 
 
 def safe(text: str) -> str:
-    """Text from a checkpoint, fit for a terminal: no control characters, no markup."""
+    """Printable text for a rich table: no markup either."""
     from rich.markup import escape
 
-    return escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text))
+    return escape(printable(text))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gro
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 HEAD_DIM = ("head_dim", "d_kv")
-_LARGEST = 2**24
+_LARGEST = 2**17
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def pool_heads(
     rows, row_size = shape
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    context = PoolContext(role, generator, initializer_range)
+    context = PoolContext(role, source_dtype == "F64", generator, initializer_range)
     row_bytes = row_size * BITS[source_dtype] // 8
     step = max(1, _SLICE_ELEMENTS // (len(readers) * row_size))
     for row in range(0, rows, step):

@@ -27,9 +27,17 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class PoolContext:
-    """What a method may need besides the heads: the rows' role, a seeded generator, the initialiser's std."""
+    """What a method may need besides the heads.
+
+    Attributes:
+        role: what kind of rows they are.
+        double: they are stored in float64, so that float64 sums of them round.
+        generator: seeded, for methods that draw.
+        initializer_range: std of fresh weights.
+    """
 
     role: Role
+    double: bool
     generator: torch.Generator
     initializer_range: float
 
@@ -49,8 +57,11 @@ def pooling(name: str) -> Callable[[Pooling], Pooling]:
 
 
 @pooling("mean")
-def mean(heads: Tensor, context: PoolContext) -> Tensor:  # noqa: ARG001
+def mean(heads: Tensor, context: PoolContext) -> Tensor:
     """Mean of the group's heads (Ainslie et al., EMNLP 2023, section 2.1; the paper's best)."""
+    if context.double:
+        # The mean of n equal values is not exact for n = 3, 5, 6, 7 ... in their own type; this form is.
+        return heads[0] + (heads - heads[0]).mean(dim=0)
     return heads.mean(dim=0)
 
 

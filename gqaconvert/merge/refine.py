@@ -13,7 +13,7 @@ than the rest; Adam, at the same cost, leaves half of the error that Muon remove
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class RefineSettings:
 
     steps: int = 24
     automatic: bool = False
-    learning_rate: float = 0.02
+    learning_rate: float = 0.04
     batches_per_step: int = 4
     held_out: int = 2
     seed: int = 0
@@ -109,7 +109,8 @@ def merge_layer(
 
     Args:
         original: a stock decoder layer, float32.
-        merged: its counterpart with fewer KV heads, float32; its attention's parameters are overwritten.
+        merged: its counterpart with fewer KV heads, float32; of its attention, the parameters that require
+            gradients are refined.
         attention: path of the attention inside a layer, e.g. ``self_attn``.
         call: what the model passes to this layer, from ``record_calls``.
         streams: at the layer's input.
@@ -141,7 +142,7 @@ def merge_layer(
 
 
 def refine_attention(attention: nn.Module, samples: Sequence[Sample], settings: RefineSettings) -> Refinement:
-    """Fit all floating-point parameters of an attention module to its samples, in place.
+    """Fit the parameters of an attention module that require gradients to its samples, in place.
 
     Args:
         attention: any module whose first output is the attention output.
@@ -188,11 +189,11 @@ def mean_error(attention: nn.Module, samples: Sequence[Sample]) -> float:
 
 def _descend(attention: nn.Module, samples: Sequence[Sample], settings: RefineSettings, cycle: int) -> None:
     order = _Order(len(samples), settings.seed * _AUTO_CYCLES + cycle)
-    with _Muon([attention], settings.learning_rate, settings.steps) as muon:
-        for _ in range(settings.steps):
-            for _ in range(min(settings.batches_per_step, len(samples))):
-                muon.add(_loss(attention, samples[order.next()]))
-            muon.step()
+    muon = _Muon([attention], settings.learning_rate, settings.steps)
+    for _ in range(settings.steps):
+        for _ in range(min(settings.batches_per_step, len(samples))):
+            muon.add(_loss(attention, samples[order.next()]))
+        muon.step()
 
 
 class _Order:
@@ -210,27 +211,17 @@ class _Order:
 
 
 class _Muon:
-    """Muon on all floating-point parameters of some modules, each at a pace relative to its own size.
+    """Muon on the parameters of some modules that require gradients, each at a pace relative to its own size.
 
-    Parameters take gradients only inside the ``with`` block. The rate rises over a few steps, then falls linearly to 0.
+    The rate rises over a few steps, then falls linearly to 0.
     """
 
     def __init__(self, modules: Sequence[nn.Module], learning_rate: float, steps: int) -> None:
-        self._parameters = [part for module in modules for part in module.parameters() if part.is_floating_point()]
+        self._parameters = [part for module in modules for part in module.parameters() if part.requires_grad]
         self._pace = [float(part.detach().square().mean().sqrt()) for part in self._parameters]
         self._gradients = [torch.zeros_like(part) for part in self._parameters]
         self._momentum = [torch.zeros_like(part) for part in self._parameters]
-        self._trainable = [part.requires_grad for part in self._parameters]
         self._learning_rate, self._steps, self._done = learning_rate, steps, 0
-
-    def __enter__(self) -> Self:
-        for part in self._parameters:
-            part.requires_grad_(True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for part, flag in zip(self._parameters, self._trainable, strict=True):
-            part.requires_grad_(flag)
 
     def add(self, loss: Tensor) -> None:
         """Add the gradient of a loss to the next step's."""
@@ -284,7 +275,7 @@ def refine_jointly(
     Args:
         original: a stock model that returns ``logits``, float32.
         merged: its merged counterpart.
-        attentions: the attention modules of ``merged``.
+        attentions: the attention modules of ``merged``; their parameters that require gradients are fitted.
         batches: (batch, tokens) token ids, best ones that no layer has been fitted to.
         settings: of the refinement.
         progress: called after each step with the step's number and the mean divergence in nats.
@@ -294,17 +285,17 @@ def refine_jointly(
     """
     order, losses = _Order(len(batches), settings.seed), []
     share = min(settings.batches_per_step, len(batches))
-    with _Muon(attentions, settings.learning_rate, settings.steps) as muon:
-        for step in range(settings.steps):
-            total = 0.0
-            for _ in range(share):
-                loss = divergence(original, merged, batches[order.next()]) / share
-                muon.add(loss)
-                total += float(loss.detach())
-            muon.step()
-            losses.append(total)
-            if progress is not None:
-                progress(step, total)
+    muon = _Muon(attentions, settings.learning_rate, settings.steps)
+    for step in range(settings.steps):
+        total = 0.0
+        for _ in range(share):
+            loss = divergence(original, merged, batches[order.next()]) / share
+            muon.add(loss)
+            total += float(loss.detach())
+        muon.step()
+        losses.append(total)
+        if progress is not None:
+            progress(step, total)
     return losses
 
 

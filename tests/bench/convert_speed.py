@@ -43,7 +43,17 @@ def main() -> None:
     source = arguments.dir / "source"
     if not source.exists():
         big_llama_checkpoint(source, arguments.gib, arguments.shards)
-    convert = [sys.executable, "-m", "gqaconvert", "convert", str(source), "", "--kv-heads", str(arguments.kv_heads), "-q"]
+    convert = [
+        sys.executable,
+        "-m",
+        "gqaconvert",
+        "convert",
+        str(source),
+        "",
+        "--kv-heads",
+        str(arguments.kv_heads),
+        "-q",
+    ]
     rivals = {"cp -r": ["cp", "-r", str(source), ""], "gqaconvert convert": convert}
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     memory: dict[str, list[int]] = {name: [] for name in rivals}

@@ -34,10 +34,8 @@ def convert(model: PreTrainedModel, tmp_path: Path, target: int, method: str) ->
     result = CliRunner().invoke(app, [*arguments, "--method", method, "--quiet"])
     assert result.exit_code == 0, f"{result.output} {result.exception!r}"
     auto: Any = AutoModelForCausalLM  # its methods are not annotated
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = auto.from_pretrained(
-        tmp_path / "target", output_loading_info=True, dtype=torch.float32
-    )
-    return loaded[0].eval(), loaded[1]
+    loaded, loading = auto.from_pretrained(tmp_path / "target", output_loading_info=True, dtype=torch.float32)
+    return loaded.eval(), loading
 
 
 @torch.no_grad()

@@ -118,9 +118,7 @@ def edit_tensors(folder: Path, changes: Mapping[str, Tensor]) -> None:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as the safetensors library reads them."""
-    return {
-        name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()
-    }
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 class RawTensor(NamedTuple):

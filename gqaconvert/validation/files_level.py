@@ -1,0 +1,261 @@
+"""Is the file right? Headers, JSON and a streaming comparison of every byte; no model is run.
+
+At most a few slices are in memory: 4 MiB of each side for what is copied, 32 MiB in float64 for what is computed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gqaconvert.checkpoint import dtypes
+from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.checkpoint.index import CheckpointIndex, Problem
+from gqaconvert.errors import StorageError
+from gqaconvert.inspection import read_checkpoint, read_provenance
+from gqaconvert.sidecars import CONFIG, PROVENANCE, output_name, plan_sidecars
+from gqaconvert.validation.pair import Pair, stored_type
+from gqaconvert.validation.types import Check, TensorError, skipped, verdict
+
+Advance = Callable[[int], None]
+_HASH_CHUNK = 4 * 2**20
+
+
+def validate_files(pair: Pair, advance: Advance) -> tuple[list[Check], list[TensorError]]:
+    """All checks of the files level, with a source to compare with.
+
+    Raises:
+        StorageError: a file cannot be read.
+    """
+    with Hashes(pair.index, pair.record) as hashes:
+        checks = [
+            _index(pair.index),
+            _config(pair),
+            *_structure(pair),
+            _sidecars(pair),
+            tied(pair.index, pair.config.raw),
+        ]
+        from gqaconvert.validation.compare import compare_tensors
+
+        compared, errors = compare_tensors(pair, comparable(pair), advance)
+        return [*checks, *compared, hashes.check(), _record(pair)], errors
+
+
+def validate_alone(folder: LocalFolder, advance: Advance, *, family: str | None = None) -> list[Check]:
+    """What can be said of an output whose source is gone.
+
+    Raises:
+        CheckpointError: it is no readable checkpoint.
+    """
+    from gqaconvert.finite import find_non_finite
+
+    checkpoint = read_checkpoint(folder, family=family)
+    record = read_provenance(folder) or {}
+    with Hashes(checkpoint.index, record) as hashes:
+        obstacle = [] if checkpoint.obstacle is None else [checkpoint.obstacle.message]
+        found = find_non_finite(checkpoint.index, folder, advance)
+        return [
+            _index(checkpoint.index),
+            verdict("files.config", obstacle, "config.json fits the weights", "config.json does not fit the weights"),
+            tied(checkpoint.index, checkpoint.config.raw),
+            verdict(
+                "files.finite", [f"{p.subject}: {p.message}" for p in found if p.severity == "error"],
+                "all numbers are finite", "numbers that are not finite",
+            ),
+            hashes.check(),
+            skipped("files.untouched", "no source to compare with"),
+            skipped("files.pooled-weights", "no source to compute them from"),
+        ]  # fmt: skip
+
+
+def comparable(pair: Pair) -> frozenset[str]:
+    """Expected tensors whose place in the output has the right shape and type."""
+    return frozenset(
+        tensor.name
+        for tensor in pair.expected
+        if (entry := pair.index.entries.get(tensor.name)) is not None
+        and entry.shape == tensor.shape
+        and entry.dtype == stored_type(pair, tensor)
+    )
+
+
+def _index(index: CheckpointIndex) -> Check:
+    def counts(problem: Problem) -> bool:
+        return problem.severity == "error" or problem.code in (
+            "total-size",
+            "unlisted-tensor",
+            "stray-weights",
+            "two-sources",
+        )
+
+    faults = [f"{problem.subject}: {problem.message}" for problem in index.problems if counts(problem)]
+    good = f"{len(index.entries)} tensors in {len(index.shards)} file(s), index and total_size agree"
+    return verdict("files.index", faults, good, "index and shards contradict each other", total_size=index.total_size)
+
+
+def _config(pair: Pair) -> Check:
+    faults = [f"{CONFIG}: {line}" for line in _differences(pair.expected_config(), dict(pair.config.raw))]
+    declared = ", ".join(f"{key}: {value}" for key, value in pair.config_changes.items()) or "nothing"
+    good = f"the source's {CONFIG} with {declared} changed and nothing else"
+    return verdict("files.config", faults, good, f"{CONFIG} is not the source's with {declared} changed")
+
+
+def _differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted(expected.keys() | found.keys()):
+            place = f"{path}.{key}" if path else str(key)
+            if key not in found:
+                yield f"{place} is missing, expected {json.dumps(expected[key])[:80]}"
+            elif key not in expected:
+                yield f"{place} is {json.dumps(found[key])[:80]}, the source has no such key"
+            else:
+                yield from _differences(expected[key], found[key], place)
+    elif expected != found or isinstance(expected, bool) != isinstance(found, bool):
+        yield f"{path} is {json.dumps(found)[:80]}, expected {json.dumps(expected)[:80]}"
+
+
+def _structure(pair: Pair) -> list[Check]:
+    expected, found = {tensor.name: tensor for tensor in pair.expected}, pair.index.entries
+    faults = [f"missing: {name}" for name in expected if name not in found]
+    faults += [f"not expected: {name}" for name in found if name not in expected]
+    names = verdict("files.tensors", faults, f"all {len(expected)} tensors, nothing extra", "tensors missing or extra")
+    wrong = []
+    for name in expected.keys() & found.keys():
+        wanted = f"{stored_type(pair, expected[name])} {list(expected[name].shape)}"
+        actual = f"{found[name].dtype} {list(found[name].shape)}"
+        if actual != wanted:
+            wrong.append(f"{name}: {actual}, expected {wanted}")
+    wrong.sort()
+    good = f"every shape and type is that of {pair.kv_heads} KV heads"
+    return [names, verdict("files.shapes", wrong, good, f"{len(wrong)} tensors of a wrong shape or type")]
+
+
+def _sidecars(pair: Pair) -> Check:
+    source, folder = pair.source_folder, pair.folder
+    names, faults = plan_sidecars(pair.source.index).names, []
+    for name in names:
+        carried = output_name(name)
+        if carried not in folder.sizes:
+            faults.append(f"{carried} is missing")
+        elif not _same(source.path(name), folder.path(carried)):
+            faults.append(f"{carried} is not the source's")
+    good = f"{len(names)} files beside the weights, all the source's"
+    return verdict("files.sidecars", faults, good, "files beside the weights are missing or changed")
+
+
+def _same(left: Path, right: Path) -> bool:
+    if left.stat().st_size != right.stat().st_size:
+        return False
+    with left.open("rb") as one, right.open("rb") as other:
+        while data := one.read(_HASH_CHUNK):
+            if data != other.read(_HASH_CHUNK):
+                return False
+    return True
+
+
+def tied(index: CheckpointIndex, config: Mapping[str, Any]) -> Check:
+    """Whether a stored output layer contradicts the embedding that config.json ties it to."""
+    name = "files.tied-embeddings"
+    text = config.get("text_config")
+    flag = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    heads = [entry for key, entry in index.entries.items() if key.split(".")[-2:] == ["lm_head", "weight"]]
+    embeddings = [
+        e for key, e in index.entries.items() if key.endswith(("embed_tokens.weight", "word_embeddings.weight"))
+    ]
+    if not flag or not heads or len(embeddings) != 1:
+        return Check(name, "passed", "no output layer that could contradict the embedding")
+    same = _same_bytes(index, heads[0], embeddings[0])
+    faults = [] if same else [f"{heads[0].name} differs from {embeddings[0].name}, and config.json ties the two"]
+    return verdict(
+        name, faults, "the stored output layer is the embedding", "loaders would drop the stored output layer"
+    )
+
+
+def _same_bytes(index: CheckpointIndex, left: TensorEntry, right: TensorEntry) -> bool:
+    from gqaconvert.validation.numbers import Shards
+
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    assert isinstance(index.files, LocalFolder)
+    with Shards(index.files.root) as shards:
+        return all(
+            shards.read(left, start, size) == shards.read(right, start, size)
+            for start in range(0, left.nbytes, _HASH_CHUNK)
+            for size in [min(_HASH_CHUNK, left.nbytes - start)]
+        )
+
+
+class Hashes:
+    """Digests of the shards, computed beside the comparison: the bytes are in the page cache then."""
+
+    def __init__(self, index: CheckpointIndex, record: Mapping[str, Any]) -> None:
+        recorded = record.get("shards")
+        self._record = recorded if isinstance(recorded, dict) else {}
+        self._index = index
+        self._pool = ThreadPoolExecutor(1)
+        self._digests: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> "Hashes":
+        assert isinstance(self._index.files, LocalFolder)
+        for shard in self._index.shards:
+            if shard.shard in self._record:
+                self._digests[shard.shard] = self._pool.submit(_digest, self._index.files.path(shard.shard))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def check(self) -> Check:
+        """Wait, and compare with the record."""
+        name = "files.hashes"
+        if not self._record:
+            return skipped(name, f"no {PROVENANCE} with hashes")
+        present = {shard.shard for shard in self._index.shards}
+        faults = [f"{shard} is recorded and not there" for shard in self._record.keys() - present]
+        faults += [f"{shard} is not in the record" for shard in present - self._record.keys()]
+        for shard, digest in self._digests.items():
+            fields = self._record[shard]
+            if digest.result() != (fields.get("sha256") if isinstance(fields, dict) else None):
+                faults.append(f"{shard} has another SHA-256 than {PROVENANCE} says: changed, or of another run")
+        good = f"{len(self._digests)} file(s) have the hashes of {PROVENANCE}"
+        return verdict(name, sorted(faults), good, f"files are not those that {PROVENANCE} records")
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _record(pair: Pair) -> Check:
+    name = "files.record"
+    if not pair.record:
+        return skipped(name, f"no {PROVENANCE}: not made by gqaconvert; taken for a mean")
+    faults = []
+    source, result = pair.record.get("source"), pair.record.get("result")
+    geometry = pair.source.sites[0].geometry
+    for place, key, actual in (
+        (pair.recipe, "num_key_value_heads", pair.kv_heads),
+        (result, "num_key_value_heads", pair.kv_heads),
+        (result, "total_size", _stored_size(pair)),
+        (source, "num_key_value_heads", geometry.num_key_value_heads),
+        (source, "num_attention_heads", geometry.num_attention_heads),
+        (source, "total_size", pair.source.index.total_size),
+    ):
+        said = place.get(key) if isinstance(place, dict) else None
+        if said != actual:
+            faults.append(f"{PROVENANCE}: {key} is {json.dumps(said)}, found {actual}")
+    good = f"{PROVENANCE} describes these two folders"
+    return verdict(name, faults, good, f"{PROVENANCE} describes other folders")
+
+
+def _stored_size(pair: Pair) -> int:
+    """Bytes that the expected tensors take: what total_size should be, whatever the files hold."""
+    import math
+
+    return sum(dtypes.nbytes(stored_type(pair, tensor), math.prod(tensor.shape)) for tensor in pair.expected)

@@ -1,0 +1,84 @@
+"""Does it compute what it should? The converted model beside the expanded reference, in float32."""
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gqaconvert.checkpoint import dtypes
+from gqaconvert.families import Part
+from gqaconvert.validation.models import expand
+from gqaconvert.validation.pair import Pair
+from gqaconvert.validation.types import Check, Settings, skipped, verdict
+
+_PROMPT, _DECODED = 32, 16
+
+
+def validate_logits(pair: Pair, reference: Any, model: Any, settings: Settings) -> list[Check]:  # noqa: ANN401
+    """Prefill, decoding and the cache; ``reference`` is the source's model and is expanded here."""
+    expand(reference, pair)
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    context = pair.source.config.count(("max_position_embeddings", "n_positions")) or _PROMPT + _DECODED
+    length = min(_PROMPT + _DECODED, context)
+    prompt = max(1, length * _PROMPT // (_PROMPT + _DECODED))
+    ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = reference(ids, use_cache=False).logits[0]
+        whole = model(ids, use_cache=False).logits[0]
+        step = model(ids[:, :prompt], use_cache=True)
+        # transformers renames it: 5.24 warns of the old name.
+        argument = "cache" if _takes_cache(model) else "past_key_values"
+        decoded = []
+        for place in range(prompt, length):
+            step = model(ids[:, place : place + 1], use_cache=True, **{argument: cache_of(step)})
+            decoded.append(step.logits[0, -1])
+    checks = [_agree("logits.prefill", whole, wanted, settings, f"{length} tokens at once")]
+    if decoded:
+        label = f"{len(decoded)} tokens one by one, with a cache"
+        checks.append(_agree("logits.decode", torch.stack(decoded), wanted[prompt:], settings, label))
+    return [*checks, _cache(pair, cache_of(step), length)]
+
+
+def _agree(name: str, found: Tensor, wanted: Tensor, settings: Settings, label: str) -> Check:
+    largest = float(wanted.abs().max())
+    off = float((found - wanted).abs().max())
+    allowed = settings.atol + settings.rtol * largest
+    good = f"{label}: logits differ by {off:.2g}, {allowed:.2g} allowed (computed in float32)"
+    faults = (
+        [] if off <= allowed else [f"largest difference {off:.4g}, allowed {allowed:.4g}, largest logit {largest:.4g}"]
+    )
+    bad = f"{label}: logits are not those of the expanded reference (computed in float32)"
+    return verdict(name, faults, good, bad, max_abs=off, allowed=allowed, largest_logit=largest)
+
+
+def _cache(pair: Pair, cache: Any, tokens: int) -> Check:  # noqa: ANN401
+    """The cache that the stock class filled, against the estimate that inspect and convert print."""
+    name = "logits.kv-cache"
+    site = pair.source.sites[0]
+    entry = site.find(Part.KEY) or site.find(Part.QKV)
+    assert entry is not None
+    tensors = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
+    measured = sum(part.numel() * part.element_size() for part in tensors)
+    geometry = site.geometry
+    width = pair.kv_heads * (geometry.head_dim + geometry.value_head_dim)
+    estimate = len(pair.source.sites) * width * tokens * dtypes.BITS["F32"] // 8
+    caution = pair.source.require_family().caution_for(pair.config.text)
+    if measured != estimate and caution and "cache" in caution:
+        return skipped(name, f"{measured:,} bytes, {estimate:,} estimated: {caution}")
+    if measured < estimate and pair.source.config.text.get("sliding_window"):
+        return skipped(name, f"{measured:,} bytes, {estimate:,} without its sliding window")
+    good = f"{measured:,} bytes for {tokens} tokens in float32, as estimated"
+    faults = (
+        [] if measured == estimate else [f"{measured:,} bytes for {tokens} tokens in float32, estimated {estimate:,}"]
+    )
+    return verdict(name, faults, good, "the cache is not as large as estimated", measured=measured, estimate=estimate)
+
+
+def _takes_cache(model: Any) -> bool:  # noqa: ANN401
+    return "cache" in signature(model.forward).parameters
+
+
+def cache_of(outputs: Any) -> Any:  # noqa: ANN401
+    """The cache that a forward pass returned, under its new name or its old one."""
+    return outputs["cache"] if "cache" in outputs else outputs["past_key_values"]

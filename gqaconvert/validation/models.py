@@ -1,0 +1,140 @@
+"""Stock models of both sides, in float32, and the expanded reference. Needs transformers.
+
+Everything is computed in float32: many CPUs multiply 16-bit floats a hundred times slower, and the question is whether
+the weights compute the same function, not how it rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.errors import CheckpointError, MissingExtraError
+from gqaconvert.families import Part
+from gqaconvert.validation.compare import recomputed
+from gqaconvert.validation.numbers import Shards, nearest, torch_type
+from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
+
+if TYPE_CHECKING:
+    from gqaconvert.validation.pair import Pair
+
+
+def have_transformers() -> bool:
+    """Whether the logits level can run here."""
+    from importlib.util import find_spec
+
+    return find_spec("transformers") is not None
+
+
+def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
+    """The stock model in float32, and what its loader had to make up or drop.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        CheckpointError: transformers refuses the folder.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise MissingExtraError("transformers", "transformers") from None
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder.root, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
+            local_files_only=True, use_safetensors=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {folder.root}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model, info = loaded
+    faults = [f"{kind.replace('_', ' ')}: {key}" for kind, keys in info.items() for key in sorted(map(str, keys or ()))]
+    return model.eval(), faults
+
+
+def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
+    """Turn the source's model into the expanded reference: every head of a group becomes the group's shared head.
+
+    For exact methods the shared head is recomputed from the source; others give it themselves, with their Q and O.
+
+    Raises:
+        CheckpointError: the files' names are not those of the stock class.
+    """
+    parameters = dict(model.named_parameters())
+    expected = {tensor.name: tensor for tensor in pair.expected}
+    exact = pair.grew or pair.expectation.promise in ("mean", "first")
+    merged = pair.merged_names()
+    with Shards(pair.source_folder.root) as source, Shards(pair.folder.root) as output, torch.no_grad():
+        for site in pair.source.sites:
+            geometry = site.geometry
+            target = geometry.with_kv_heads(pair.kv_heads)
+            for tensor in site.tensors:
+                part, entry = tensor.part, tensor.entry
+                if part not in COMPUTED and entry.name not in merged:
+                    continue
+                place = _parameter(parameters, entry.name)
+                if part in (Part.QUERY, Part.OUTPUT):
+                    place.copy_(output.tensor(pair.index.entries[entry.name]))
+                    continue
+                number = tensor.number
+                if part is Part.KEY_NORM_LIST:
+                    kv = _group(number, geometry.num_key_value_heads, pair.kv_heads)
+                    wanted = expected[f"{site.prefix}{tensor.name}.norms.{kv}.{tensor.leaf}"]
+                    place.copy_(
+                        _shared(pair, wanted, wanted.segments[0], source, output, exact=exact, size=1).view_as(place)
+                    )
+                    continue
+                wanted = expected[entry.name]
+                before, after = head_rows(part, pair.layouts[0], geometry), head_rows(part, pair.layouts[1], target)
+                by_row = {segment.row: segment for segment in wanted.segments}
+                size = entry.numel // sum(rows.numel() for rows in before.values())
+                flat = place.view(-1, size)
+                for role, rows in before.items():
+                    for head, numbers in enumerate(rows):
+                        shared = head
+                        if role is not Part.QUERY:
+                            shared = _group(head, geometry.num_key_value_heads, pair.kv_heads)
+                        segment = by_row[int(after[role][shared][0])]
+                        flat[numbers] = _shared(pair, wanted, segment, source, output, exact=exact, size=size)
+
+
+def _group(head: int, source_count: int, target_count: int) -> int:
+    """The output's KV head that stands for KV head ``head`` of the source (the first, where heads are repeated)."""
+    if target_count >= source_count:
+        return head * (target_count // source_count)
+    return next(number for number in range(target_count) if head in members(number, source_count, target_count))
+
+
+def _shared(
+    pair: Pair,
+    wanted: ExpectedTensor,
+    segment: Segment,
+    source: Shards,
+    output: Shards,
+    *,
+    exact: bool,
+    size: int,
+) -> Tensor:
+    entry = pair.index.entries[wanted.name]
+    if not exact:
+        return output.rows(entry, segment.row, segment.rows, size).to(torch.float32)
+    heads = [source.rows(place, row, segment.rows, size) for place, row in segment.sources]
+    pooling: Callable[[list[Tensor]], Tensor] = recomputed(pair, wanted)
+    return nearest(pooling(heads), torch_type(entry.dtype)).to(torch.float32)
+
+
+def _parameter(parameters: dict[str, Tensor], name: str) -> Tensor:
+    found = [key for key in parameters if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
+    if len(found) != 1:
+        raise CheckpointError(f"the stock class has no parameter {name}", hint="--level files needs no model")
+    return parameters[found[0]]

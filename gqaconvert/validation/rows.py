@@ -1,0 +1,141 @@
+"""Which source rows every output row comes from, written from the definition of grouped-query attention.
+
+On purpose not from the planner: validating a conversion with the code that made it would repeat its mistakes. Here
+the rows of a projection are numbered, the numbers are reshaped as a stock ``forward`` reshapes its activations, and
+what comes out says where each head lies.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.families import Layout, Part
+from gqaconvert.families.sites import AttentionGeometry, AttentionSite, SiteTensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive output rows, and where the rows lie that they are made from: (tensor, first row), one a head."""
+
+    row: int
+    rows: int
+    sources: tuple[tuple[TensorEntry, int], ...]
+
+
+@dataclass(frozen=True)
+class ExpectedTensor:
+    """One tensor of the output.
+
+    Attributes:
+        name: in the output.
+        dtype: safetensors name.
+        shape: in the output.
+        segments: how it is made.
+        source: the tensor that it stands for.
+        layer: of its attention module, -1 outside of those.
+        kind: weights, biases or norms for those that are computed, untouched for those that are not.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    source: TensorEntry
+    layer: int = -1
+    kind: str = "untouched"
+
+
+def head_rows(part: Part, layout: Layout, geometry: AttentionGeometry) -> dict[Part, Tensor]:
+    """The row numbers of every head of a projection: (heads, rows of a head) for query, key and value."""
+    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+    head_dim, value_dim = geometry.head_dim, geometry.value_head_dim
+    if part in (Part.KEY, Part.KEY_NORM):
+        return {Part.KEY: torch.arange(kv_heads * head_dim).view(kv_heads, head_dim)}
+    if part is Part.VALUE:
+        return {Part.VALUE: torch.arange(kv_heads * value_dim).view(kv_heads, value_dim)}
+    if part is Part.QUERY:
+        return {Part.QUERY: torch.arange(heads * head_dim).view(heads, head_dim)}
+    rows = torch.arange((heads + 2 * kv_heads) * head_dim)
+    if layout is Layout.GROUPS:
+        by_group = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
+        queries = by_group[:, :-2].reshape(heads, head_dim)
+        return {Part.QUERY: queries, Part.KEY: by_group[:, -2], Part.VALUE: by_group[:, -1]}
+    query, key, value = torch.split(rows.view(-1, head_dim), [heads, kv_heads, kv_heads])
+    return {Part.QUERY: query, Part.KEY: key, Part.VALUE: value}
+
+
+def members(head: int, source_count: int, target_count: int) -> list[int]:
+    """The source KV heads behind KV head ``head`` of the output; consecutive, as `repeat_interleave` undoes it."""
+    if target_count >= source_count:
+        return [head // (target_count // source_count)]
+    return torch.arange(source_count).view(target_count, -1)[head].tolist()
+
+
+def computed_tensors(
+    site: AttentionSite, tensor: SiteTensor, layouts: tuple[Layout, Layout], target: AttentionGeometry
+) -> Iterator[ExpectedTensor]:
+    """What becomes of one tensor that K or V lie in."""
+    entry, geometry = tensor.entry, site.geometry
+    source_count, count = geometry.num_key_value_heads, target.num_key_value_heads
+    if tensor.part is Part.KEY_NORM_LIST:
+        if tensor.number:
+            return
+        siblings = {other.number: other.entry for other in site.tensors if (other.part, other.leaf) == tensor[2:4]}
+        for head in range(count):
+            sources = tuple((siblings[number], 0) for number in members(head, source_count, count))
+            name = f"{site.prefix}{tensor.name}.norms.{head}.{tensor.leaf}"
+            segment = Segment(0, entry.numel, sources)
+            yield ExpectedTensor(name, entry.dtype, entry.shape, (segment,), entry, site.layer, "norms")
+        return
+    before, after = head_rows(tensor.part, layouts[0], geometry), head_rows(tensor.part, layouts[1], target)
+    segments = []
+    for part, numbers in after.items():
+        for head, rows in enumerate(numbers):
+            behind = [head] if part is Part.QUERY else members(head, source_count, count)
+            sources = tuple((entry, int(before[part][other][0])) for other in behind)
+            segments.append(Segment(int(rows[0]), len(rows), sources))
+    segments.sort(key=lambda segment: segment.row)
+    grown = sum(rows.numel() for rows in after.values())
+    shape = (entry.shape[0] * grown // sum(rows.numel() for rows in before.values()), *entry.shape[1:])
+    kind = "norms" if tensor.part is Part.KEY_NORM else "biases" if tensor.leaf == "bias" else "weights"
+    yield ExpectedTensor(entry.name, entry.dtype, shape, tuple(segments), entry, site.layer, kind)
+
+
+COMPUTED = frozenset((Part.KEY, Part.VALUE, Part.QKV, Part.KEY_NORM, Part.KEY_NORM_LIST))
+
+
+def expected_tensors(
+    entries: Mapping[str, TensorEntry],
+    sites: tuple[AttentionSite, ...],
+    layouts: tuple[Layout, Layout],
+    kv_heads: int,
+) -> list[ExpectedTensor]:
+    """Every tensor of an output with ``kv_heads`` KV heads, in the source's order."""
+    roles = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
+    expected: list[ExpectedTensor] = []
+    for name, entry in entries.items():
+        site, tensor = roles.get(name, (None, None))
+        if site is not None and tensor is not None and tensor.part in COMPUTED:
+            expected += computed_tensors(site, tensor, layouts, site.geometry.with_kv_heads(kv_heads))
+        else:
+            rows = entry.shape[0] if entry.shape else 1
+            layer = -1 if site is None else site.layer
+            whole = (Segment(0, rows, ((entry, 0),)),)
+            expected.append(ExpectedTensor(name, entry.dtype, entry.shape, whole, entry, layer))
+    return expected
+
+
+def kv_heads_of(site: AttentionSite, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """The KV heads that an output's shapes show at the place of a source's attention module, None if they make none."""
+    geometry = site.geometry
+    key, fused = site.find(Part.KEY), site.find(Part.QKV)
+    entry = key or fused
+    rows = shapes.get(entry.name, (0,))[0] if entry else 0
+    count, rest = divmod(rows, geometry.head_dim)
+    if fused is not None:
+        count, odd = divmod(count - geometry.num_attention_heads, 2)
+        rest += odd
+    return None if rest or count < 1 or geometry.num_attention_heads % count else count

@@ -1,0 +1,157 @@
+"""Run a validation: the levels one after the other, each with what the ones before have opened."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from gqaconvert.checkpoint.source import fetch_source
+from gqaconvert.errors import CheckpointError, GqaConvertError, InputError, MissingExtraError
+from gqaconvert.inspection import read_provenance
+from gqaconvert.validation.files_level import validate_alone, validate_files
+from gqaconvert.validation.pair import Pair, open_pair
+from gqaconvert.validation.types import (
+    LEVELS,
+    NORMAL,
+    Check,
+    Level,
+    Quality,
+    Settings,
+    TensorError,
+    ValidationReport,
+    skipped,
+    verdict,
+)
+
+
+def validate(
+    source: str | None,
+    destination: str,
+    settings: Settings | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    family: str | None = None,
+    on_total: Callable[[int], None] = lambda total: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> ValidationReport:
+    """Validate a conversion.
+
+    Args:
+        source: folder or Hub id of what was converted; None if it is gone, which leaves the files level.
+        destination: folder or Hub id of the result.
+        settings: how far to go, and thresholds.
+        revision: of the source.
+        offline: use only what the Hub's cache holds.
+        family: vouches for an unknown model_type.
+        on_total: told the bytes to compare, before the comparison.
+        advance: told bytes as they are compared.
+
+    Raises:
+        InputError: bad input, so that there is no verdict at all.
+        MissingExtraError: a level was asked for that needs transformers.
+    """
+    settings = settings or Settings()
+    level = _level(settings, alone=source is None)
+    folder = fetch_source(destination, offline=offline)
+    if source is None:
+        checks = validate_alone(folder, advance, family=family)
+        record = read_provenance(folder) or {}
+        recipe = record.get("recipe")
+        method = str(recipe.get("method")) if isinstance(recipe, dict) else None
+        return ValidationReport(None, destination, method, level, None, tuple(checks))
+    pair = open_pair(fetch_source(source, revision=revision, offline=offline), folder, family=family)
+    on_total(sum(tensor.source.nbytes for tensor in pair.expected))
+    checks, errors = validate_files(pair, advance)
+    quality: Quality | None = None
+    if level != "files":
+        if any(check.status == "failed" and check.name in _LOADABLE for check in checks):
+            checks += [skipped("logits.loading", "the files' structure is wrong: no model is run")]
+        else:
+            run, quality = _run_models(pair, settings, level, defaulted=settings.level is None)
+            checks += run
+    notes = _notes(pair, level)
+    return ValidationReport(
+        source, destination, pair.method, level, pair.kv_heads, tuple(checks), _by_layer(errors), quality, notes
+    )
+
+
+_LOADABLE = frozenset(("files.index", "files.tensors", "files.shapes"))
+
+
+def _level(settings: Settings, *, alone: bool) -> Level:
+    from gqaconvert.validation.models import have_transformers
+
+    if alone:
+        if settings.level not in (None, "files"):
+            raise InputError(f"--level {settings.level} compares with the source", hint="give SRC and DST")
+        return "files"
+    if settings.level is not None:
+        if settings.level not in LEVELS:
+            raise InputError(f"--level {settings.level}: one of {', '.join(LEVELS)}")
+        if settings.level != "files" and not have_transformers():
+            raise MissingExtraError("transformers", "transformers")
+        return settings.level
+    return "quality" if have_transformers() else "files"
+
+
+def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool) -> tuple[list[Check], Quality | None]:
+    from gqaconvert.validation.logits_level import validate_logits
+    from gqaconvert.validation.models import load_strictly
+
+    needed = 2 * 4 * sum(tensor.source.numel for tensor in pair.expected)
+    free = _free_memory()
+    if free is not None and needed > free:
+        why = f"two models in float32 take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+        return [skipped("logits.loading", why)], None
+    name = "logits.loading"
+    try:
+        model, faults = load_strictly(pair.folder)
+    except CheckpointError as error:
+        return [verdict(name, [error.message], "", "the stock loader refuses the folder")], None
+    checks = [
+        verdict(name, faults, "the stock class takes every tensor and misses none", "the stock class does not fit")
+    ]
+    source, _ = load_strictly(pair.source_folder)
+    quality: Quality | None = None
+    if level == "quality":
+        from gqaconvert.validation.quality_level import judge, measure
+
+        try:
+            quality = measure(pair, source, model, settings)
+        except GqaConvertError as error:
+            if not defaulted:
+                raise
+            later = [skipped("quality.perplexity", error.message)]
+        else:
+            later = judge(quality, settings)
+    else:
+        later = []
+    # The reference is made out of the source's model, so it comes last.
+    checks += validate_logits(pair, source, model, settings)
+    del source, model
+    gc.collect()
+    return [*checks, *later], quality
+
+
+def _free_memory() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
+            fields: dict[str, Any] = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _by_layer(errors: list[TensorError]) -> tuple[TensorError, ...]:
+    return tuple(sorted(errors, key=lambda error: (error.layer, error.name)))
+
+
+def _notes(pair: Pair, level: Level) -> tuple[str, ...]:
+    notes = []
+    if level != "files":
+        notes.append("models were loaded and run in float32, whatever type their weights are stored in")
+    if level == "quality" and pair.kv_heads < pair.source.sites[0].geometry.num_key_value_heads:
+        notes.append(NORMAL)
+    if not pair.record:
+        notes.append("no gqaconvert.json: taken for a conversion by mean")
+    return tuple(notes)
