@@ -566,6 +566,15 @@ def test_another_run_is_not_resumed(tmp_path: Path, source: Path) -> None:
     assert "--restart" in fails(2, "convert", source, tmp_path / "target", "--kv-heads", 2, "--resume")
 
 
+def test_a_run_killed_before_its_first_record_is_resumed(tmp_path: Path, source: Path) -> None:
+    wanted = tree(convert(source, tmp_path / "wanted", "--mqa"))
+    interrupted(source, tmp_path / "target", "--mqa")
+    (record,) = tmp_path.glob(".*/state.json")
+    record.unlink()  # the kill fell between making the folder and writing this
+    convert(source, tmp_path / "target", "--mqa", "--resume")
+    assert tree(tmp_path / "target") == wanted
+
+
 def test_a_damaged_finished_shard_is_written_again(tmp_path: Path) -> None:
     source = llama_checkpoint(tmp_path / "source", shards=6)
     wanted = tree(convert(source, tmp_path / "wanted", "--kv-heads", 2))

@@ -90,15 +90,19 @@ class Staging:
         """
         finished: dict[str, dict[str, Any]] = {}
         if resume and self.interrupted:
+            # No record at all: killed before the first one, so nothing is finished.
+            self._state = {"fingerprint": fingerprint, "finished": {}}
             with suppress(OSError, ValueError):
                 self._state = json.loads((self.folder / _STATE).read_text())
-            if self._state.get("fingerprint") != fingerprint:
+            if self._state["fingerprint"] != fingerprint:
                 raise DestinationError(
                     f"the interrupted run in {self.folder} was another one: source, options or version have changed",
                     hint="--restart discards it and starts over",
                 )
             finished = self._state["finished"]
         else:
+            # The record first: a kill right after must not leave it to vouch for files that are gone.
+            (self.folder / _STATE).unlink(missing_ok=True)
             for stale in (self.model, self.work):
                 if stale.exists():
                     shutil.rmtree(stale)

@@ -56,6 +56,7 @@ app = typer.Typer(
     cls=ErrorGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich help would import a Markdown parser at every start
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -104,7 +104,9 @@ def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: Model
     heads = config.count(HEADS)
     if heads is None:
         raise CheckpointError(f"config.json has no number of attention heads ({', '.join(HEADS[:2])})")
-    pattern = re.compile(rf"(.*?(?:^|\.){re.escape(family.stack)}\.(\d+)\.{re.escape(family.attention)}\.)(.+)", re.DOTALL)
+    pattern = re.compile(
+        rf"(.*?(?:^|\.){re.escape(family.stack)}\.(\d+)\.{re.escape(family.attention)}\.)(.+)", re.DOTALL
+    )
     found: dict[str, list[SiteTensor]] = {}
     layers: dict[str, int] = {}
     for name, entry in entries.items():

@@ -231,7 +231,9 @@ def _layer_bytes(layer: CacheLayer, tokens: int, model: CacheModel, settings: Ca
             if layer.splits % devices:
                 raise InputError(f"a state of {layer.splits} heads cannot be split over {devices} devices")
             columns = layer.conv_width if settings.runtime == "transformers" else layer.conv_width - 1
-            conv = settings.key if settings.runtime == "transformers" else settings.state
+            # transformers keeps the convolution's inputs in the model's type; nobody quantises states.
+            native = settings.runtime == "transformers" and settings.key.bits >= 16
+            conv = settings.key if native else settings.state
             held = conv.vector(layer.conv_channels * columns // devices)
             held += settings.state.vector(layer.recurrent_elements // devices)
             return "state", held, held

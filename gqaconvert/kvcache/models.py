@@ -20,7 +20,8 @@ _TELLING = (
     "layers_block_type", "hybrid_override_pattern", "mamba_d_state", "ssm_state_size", "state_size",
     "linear_num_value_heads", "full_attention_interval", "attn_layer_period", "sliding_window_pattern",
     "cross_attention_layers", "global_head_dim", "num_global_key_value_heads", "swa_head_dim",
-    "swa_num_key_value_heads", "attention_value_scale", "per_layer_config", "compress_ratios", "block_configs", "cla_share_factor",
+    "swa_num_key_value_heads", "attention_value_scale", "per_layer_config", "compress_ratios", "block_configs",
+    "cla_share_factor",
 )  # fmt: skip
 
 

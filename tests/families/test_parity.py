@@ -207,6 +207,14 @@ def test_nothing_but_keys_and_values_changes(conversion: Conversion) -> None:
         assert config_after["num_key_value_heads"] == conversion.target
 
 
+@pytest.mark.parametrize("conversion", PAIRS, indirect=True)
+def test_validate_finds_nothing_wrong(conversion: Conversion) -> None:
+    """The files level recomputes every merged head by code of its own."""
+    arguments = ["validate", str(conversion.source.folder), str(conversion.folder), "--level", "files"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(("case", "target"), REFUSED)
 def test_impossible_targets_are_refused(case: Case, target: int, sources: dict[str, Source], tmp_path: Path) -> None:
     destination = tmp_path / "converted"

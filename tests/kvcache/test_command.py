@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -49,8 +50,8 @@ def test_all_legal_counts_side_by_side(config: Path) -> None:
 
 
 def test_what_fits_beside_the_weights(config: Path) -> None:
-    # Llama-2-7B has 6,738,415,616 parameters (its model card's index: total_size 13476831232 in float16 with buffers
-    # left out); a sequence of 4096 tokens takes 2 GiB, or 1/4 of it with 8 KV heads.
+    # Llama-2-7B's index says 13476835328 bytes in float16, 4096 of which are rotary buffers (32 layers x 64 x 2). A
+    # sequence of 4096 tokens takes 2 GiB, or 1/4 of it with 8 KV heads.
     document = answer(config, "--context", "4k", "--gpu", "24GiB", "--kv-heads", "32,8", "--utilisation", "1")
     assert document["weights"]["bytes"] == 13_476_831_232
     left = 24 * GIB - 13_476_831_232
@@ -230,7 +231,5 @@ def test_no_torch(config: Path) -> None:
         "except SystemExit as end: assert not end.code\n"
         "sys.exit(3 if {'torch', 'transformers', 'matplotlib'} & set(sys.modules) else 0)"
     )
-    import subprocess
-
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
     assert process("estimate", config, "--quiet-nonsense").returncode == 2

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from gqaconvert.errors import InputError
@@ -57,23 +58,27 @@ settings = st.builds(
 tokens = st.integers(1, 300)
 
 
+@budget(max_examples=50, deadline=None)
 @given(models(), settings, tokens, tokens, st.integers(1, 5))
 def test_more_tokens_never_need_less(model: CacheModel, held: CacheSettings, first: int, more: int, batch: int) -> None:
     assert cache_size(model, first, batch, held).total <= cache_size(model, first + more, batch, held).total
 
 
+@budget(max_examples=50, deadline=None)
 @given(models(), settings, tokens, st.integers(1, 5), st.integers(1, 5))
 def test_sequences_add(model: CacheModel, held: CacheSettings, length: int, first: int, second: int) -> None:
     one, two = (cache_size(model, length, batch, held).total for batch in (first, second))
     assert one + two == cache_size(model, length, first + second, held).total
 
 
+@budget(max_examples=50, deadline=None)
 @given(models(), settings, tokens)
 def test_layers_add(model: CacheModel, held: CacheSettings, length: int) -> None:
     alone = [cache_size(replace(model, layers=(layer,)), length, 1, held).total for layer in model.layers]
     assert sum(alone) == cache_size(model, length, 1, held).total
 
 
+@budget(max_examples=50, deadline=None)
 @given(models(), settings, tokens)
 def test_devices_sum_to_the_total_and_never_save(model: CacheModel, held: CacheSettings, length: int) -> None:
     size = cache_size(model, length, 1, held)
@@ -81,6 +86,7 @@ def test_devices_sum_to_the_total_and_never_save(model: CacheModel, held: CacheS
     assert size.total >= cache_size(model, length, 1, replace(held, tensor_parallel=1)).total
 
 
+@budget(max_examples=50, deadline=None)
 @given(models(), settings, st.integers(1, 18), st.integers(0, 15))
 def test_blocks_only_round_up(model: CacheModel, held: CacheSettings, blocks: int, less: int) -> None:
     paged, exact = replace(held, block=16), replace(held, block=1)
