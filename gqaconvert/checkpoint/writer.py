@@ -60,10 +60,12 @@ class FileFinisher:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
+        self._positions: list[SimpleQueue[int | None]] = []
 
     def follow(self, path: Path) -> "Follower":
         """Start to follow a file that exists."""
         positions: SimpleQueue[int | None] = SimpleQueue()
+        self._positions.append(positions)
         return Follower(positions, self._pool.submit(_follow, path, positions))
 
     def __enter__(self) -> "FileFinisher":
@@ -72,6 +74,9 @@ class FileFinisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # A Ctrl-C may come after the thread began to wait and before anybody is there to end that.
+        for positions in self._positions:
+            positions.put(None)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _SUFFIX = {"": 1, "k": 2**10, "m": 2**20}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BAR = 40
+_LEAST_COLUMNS = 4
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a Hub id, or a config.json.", show_default=False)
@@ -247,13 +248,18 @@ def _table(answer: "Estimate", console: "Console") -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = _columns(answer)
-    for name, _ in columns:
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    columns = [(name, cell, max(len(cell(row)) for row in answer.rows)) for name, cell in _columns(answer)]
+    roomy = sum(max(width, len(name)) + 3 for name, _, width in columns) < console.width
+    # Headers wrap where the terminal is narrow, numbers never: the last columns go first (--json has them all).
+    columns = [(name, cell, max(width, *map(len, name.split()))) for name, cell, width in columns]
+    while len(columns) > _LEAST_COLUMNS and sum(width + 3 for _, _, width in columns) >= console.width:
+        columns.pop()
+    for name, _, width in columns:
+        table.add_column(name, justify="right", width=None if roomy else width)
     for row in answer.rows:
         style = "bold" if row.num_key_value_heads == answer.model.num_key_value_heads else None
-        table.add_row(*(cell(row) for _, cell in columns), style=style)
+        table.add_row(*(cell(row) for _, cell, _ in columns), style=style)
     console.print(table)
 
 

@@ -376,7 +376,8 @@ def _fit(
     budget = int(question.gpu.memory * question.utilisation) - share
 
     def need(context: int, batch: int) -> int:
-        return cache_size(model, context, batch, settings).per_device
+        # The worst moment has to fit, so with a policy it is the prefill that decides.
+        return cache_size(model, context, batch, settings).prefill_peak // settings.tensor_parallel
 
     batches = {str(context): max(0, budget // max(need(context, 1), 1)) for context in contexts}
     limit = model.context or _LONGEST

@@ -92,7 +92,8 @@ def test_parameters_of_a_bare_config(tmp_path: Path, kind: str, values: dict[str
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
              "num_hidden_layers": 3, "vocab_size": 40}  # fmt: skip
     model_config = transformers.AutoConfig.for_model(kind, **shape, **values)
-    model = transformers.AutoModelForCausalLM.from_config(model_config)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(model_config)
     document = answer(bare(tmp_path, {**model_config.to_diff_dict(), **values, "dtype": "float32"}))
     assert document["weights"]["parameters"] == model.num_parameters()
     assert document["weights"]["bytes"] == 4 * model.num_parameters()

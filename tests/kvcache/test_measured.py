@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gqaconvert.families.config import ModelConfig
 from gqaconvert.kvcache.dtypes import cache_dtype
-from gqaconvert.kvcache.layers import CacheSettings, cache_size
+from gqaconvert.kvcache.layers import AttentionCache, CacheSettings, cache_size
 from gqaconvert.kvcache.models import cache_model
 
 HEADS = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -115,7 +115,8 @@ def estimated(config: Any, tokens: int, batch: int, **settings: Any) -> int:  # 
 def test_a_decoder_holds_what_is_estimated(kind: str, values: dict[str, Any]) -> None:
     config = transformers.AutoConfig.for_model(kind, **values)
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         output = model(torch.randint(3, 64, (2, 11)), use_cache=True)
         name = _cache_argument(model)
@@ -133,8 +134,8 @@ def test_a_decoder_holds_what_is_estimated(kind: str, values: dict[str, Any]) ->
 def test_an_encoder_decoder_holds_what_is_estimated(kind: str, values: dict[str, Any]) -> None:
     config = transformers.AutoConfig.for_model(kind, **values)
     torch.manual_seed(0)
-    classes = {"whisper": transformers.AutoModelForSpeechSeq2Seq}
-    model: Any = classes.get(kind, transformers.AutoModelForSeq2SeqLM).from_config(config, dtype=torch.float32).eval()
+    auto: Any = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
     inputs = {"input_features": torch.randn(2, 4, 18)} if kind == "whisper" else {
         "input_ids": torch.randint(3, 64, (2, 9))}  # fmt: skip
     with torch.no_grad():
@@ -162,14 +163,11 @@ def test_absent_keys_mean_what_the_config_class_says(kind: str) -> None:
     kinds, arguments = get_layer_types_and_kwargs(config)
     heads = getattr(config, "num_key_value_heads", None) or 320
     wanted = {
-        layer: (heads, own.get("sliding_window"))
-        for layer, (name, own) in enumerate(zip(kinds, arguments, strict=True))
+        layer: (heads, more.get("sliding_window"))
+        for layer, (name, more) in enumerate(zip(kinds, arguments, strict=True))
         if name not in ("dummy", "linear_attention")
     }
     model = cache_model(ModelConfig.of({"model_type": kind, **given}))
-    found = {
-        layer.layer: (layer.kv_heads, layer.window) for layer in model.layers if hasattr(layer, "window")
-    }  # fmt: skip
-    assert found == wanted
-    dims = {layer.key_dim for layer in model.layers if hasattr(layer, "window")}
-    assert dims == {getattr(config, "head_dim", None) or 10}
+    own = [layer for layer in model.layers if isinstance(layer, AttentionCache)]
+    assert {layer.layer: (layer.kv_heads, layer.window) for layer in own} == wanted
+    assert {layer.key_dim for layer in own} == {getattr(config, "head_dim", None) or 10}

@@ -30,19 +30,14 @@ def models(draw: st.DrawFn) -> CacheModel:
     layers: list[CacheLayer] = []
     for layer in range(draw(st.integers(1, 6))):
         heads, key, value = draw(st.sampled_from((1, 2, 4, 8, 16))), 32, draw(st.sampled_from((32, 64)))
-        layers.append(
-            draw(
-                st.sampled_from(
-                    (
-                        AttentionCache(layer, heads, key, value),
-                        AttentionCache(layer, heads, key, value, draw(st.integers(2, 50))),
-                        LatentCache(layer, 64, 32, HEADS, key, value),
-                        CrossCache(layer, heads, key, value),
-                        StateCache(layer, 64, 4, 1024, 16),
-                    )
-                )
-            )
+        choices: tuple[CacheLayer, ...] = (
+            AttentionCache(layer, heads, key, value),
+            AttentionCache(layer, heads, key, value, draw(st.integers(2, 50))),
+            LatentCache(layer, 64, 32, HEADS, key, value),
+            CrossCache(layer, heads, key, value),
+            StateCache(layer, 64, 4, 1024, 16),
         )
+        layers.append(draw(st.sampled_from(choices)))
     return CacheModel("drawn", HEADS, None, len(layers), tuple(layers), "drawn")
 
 
