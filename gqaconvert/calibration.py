@@ -20,6 +20,7 @@ from gqaconvert.checkpoint.writer import Advance
 from gqaconvert.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from gqaconvert.families import Part
 from gqaconvert.families.blocks import source_heads
+from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.families.sites import rewritten
 from gqaconvert.merge.execute import torch_dtype
 from gqaconvert.merge.moments import Call, record_calls
@@ -102,8 +103,8 @@ def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(folder.root, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder.root}: its tokenizer cannot be loaded: {str(error)[:200]}") from error
-    context = plan.checkpoint.config.count(("max_position_embeddings", "n_positions")) or WINDOW
-    window = min(WINDOW, context)
+    config = plan.checkpoint.config
+    window = min(WINDOW, config.count(CONTEXT, LARGEST_SIZE) or WINDOW)
     tokens: list[int] = []
     for document in read_documents(calibration.name):
         tokens += tokenizer(document, verbose=False)["input_ids"]
@@ -114,7 +115,7 @@ def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
         raise InputError(
             f"{calibration.name} has {len(tokens):,} tokens: calibration needs at least {(_HELD_OUT + 1) * window:,}"
         )
-    vocabulary = plan.checkpoint.config.count(("vocab_size",))
+    vocabulary = config.count(VOCABULARY, LARGEST_SIZE)
     if vocabulary is not None and max(tokens) >= vocabulary:
         raise InputError(f"the tokenizer gives ids up to {max(tokens)}, the model's vocabulary has {vocabulary}")
     return [torch.tensor(tokens[start * window : (start + 1) * window])[None] for start in range(count)]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,3 +144,13 @@ def test_the_recipe_is_recorded(uninterrupted: Path) -> None:
     card = (uninterrupted / "README.md").read_text()
     assert "`subspace`" in card
     assert "4,096 tokens" in card
+
+
+def test_contexts_and_vocabularies_of_large_models_are_sizes_like_others(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    config["max_position_embeddings"] = 1_048_576
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    options = ["--kv-heads", "2", "--method", "subspace", "--calibrate", "example", "--calibration-tokens", "2048"]
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "source"), str(tmp_path / "target"), *options])
+    assert result.exit_code == 0, result.stderr

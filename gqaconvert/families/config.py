@@ -11,7 +11,11 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_atten
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
+CONTEXT = ("max_position_embeddings", "n_positions")
+VOCABULARY = ("vocab_size",)
 HEAD_DIM = ("head_dim", "d_kv")
+LARGEST_SIZE = 2**31
+"""Sensible bound of what is counted in tokens; heads and layers have a smaller one."""
 _LARGEST = 2**17
 
 
@@ -47,7 +51,7 @@ class ModelConfig:
         found = self.text.get("model_type") or self.raw.get("model_type") or ""
         return found if isinstance(found, str) else ""
 
-    def count(self, names: tuple[str, ...]) -> int | None:
+    def count(self, names: tuple[str, ...], largest: int = _LARGEST) -> int | None:
         """A positive whole number under the first of ``names`` that is set; absent and null are the same.
 
         Raises:
@@ -57,7 +61,7 @@ class ModelConfig:
             value = self.text.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
                 raise CheckpointError(f"config.json: {name} is {str(value)[:80]}, not a sensible whole number")
             return value
         return None

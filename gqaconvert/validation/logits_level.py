@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.families import Part
+from gqaconvert.families.config import CONTEXT, LARGEST_SIZE
 from gqaconvert.validation.models import expand
 from gqaconvert.validation.pair import Pair
 from gqaconvert.validation.types import Check, Settings, skipped, verdict
@@ -19,7 +20,7 @@ def validate_logits(pair: Pair, reference: Any, model: Any, settings: Settings) 
     """Prefill, decoding and the cache; ``reference`` is the source's model and is expanded here."""
     expand(reference, pair)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    context = pair.source.config.count(("max_position_embeddings", "n_positions")) or _PROMPT + _DECODED
+    context = pair.source.config.count(CONTEXT, LARGEST_SIZE) or _PROMPT + _DECODED
     length = min(_PROMPT + _DECODED, context)
     prompt = max(1, length * _PROMPT // (_PROMPT + _DECODED))
     ids = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))

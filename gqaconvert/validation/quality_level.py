@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import InputError
+from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.texts import read_documents, sample_path
 from gqaconvert.validation.pair import Pair
 from gqaconvert.validation.types import Check, LayerDrift, Quality, Settings
@@ -53,7 +54,7 @@ def _windows(pair: Pair, folder: LocalFolder, settings: Settings) -> list[Tensor
             f"{folder.root}: its tokenizer cannot be loaded: {' '.join(str(error).split())[:200]}",
             hint="--level logits needs none",
         ) from error
-    length = min(pair.source.config.count(("max_position_embeddings", "n_positions")) or _LONGEST, _LONGEST)
+    length = min(pair.source.config.count(CONTEXT, LARGEST_SIZE) or _LONGEST, _LONGEST)
     tokens: list[int] = []
     for document in read_documents(name):
         tokens += tokenizer(document, verbose=False)["input_ids"]
@@ -62,7 +63,7 @@ def _windows(pair: Pair, folder: LocalFolder, settings: Settings) -> list[Tensor
     tokens = tokens[: settings.max_tokens]
     if len(tokens) < 2:
         raise InputError(f"{name}: too little text")
-    vocabulary = pair.source.config.count(("vocab_size",))
+    vocabulary = pair.source.config.count(VOCABULARY, LARGEST_SIZE)
     if vocabulary is not None and max(tokens) >= vocabulary:
         raise InputError(f"the tokenizer gives ids up to {max(tokens)}, the model's vocabulary has {vocabulary}")
     return [part[None] for part in torch.split(torch.tensor(tokens), length) if len(part) > 1]

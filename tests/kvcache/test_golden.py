@@ -1,4 +1,8 @@
-"""Published sizes, with their source. Dimensions are those of the models' own config.json."""
+"""Published sizes, with their source.
+
+The dimensions of the models are written down here, not read from their repositories; where a published figure is
+exact, its agreement is what speaks for them.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 import gqaconvert
 from tests.support.runs import convert, edit_config, fails, invoke
