@@ -291,8 +291,10 @@ def _options(checkpoint: Checkpoint, geometry: AttentionGeometry) -> tuple[KvHea
 
 def _problems(checkpoint: Checkpoint) -> tuple[Problem, ...]:
     problems = list(checkpoint.index.problems)
-    if checkpoint.obstacle is not None and checkpoint.family is not None and checkpoint.family.refusal is None:
-        problems.append(Problem("error", "attention", CONFIG, checkpoint.obstacle.message))
+    # Damaged files explain an incomplete attention: one fault, one problem.
+    obstacle = None if any(problem.severity == "error" for problem in problems) else checkpoint.obstacle
+    if obstacle is not None and checkpoint.family is not None and checkpoint.family.refusal is None:
+        problems.append(Problem("error", "attention", CONFIG, obstacle.message))
     if "adapter_config.json" in checkpoint.files.sizes:
         message = "beside full weights: loaders may take the folder for an adapter; not carried over"
         problems.append(Problem("warning", "adapter-config", "adapter_config.json", message))

@@ -28,8 +28,9 @@ from gqaconvert.cli.app import app
 from tests.support.checkpoints import big_llama_checkpoint
 
 OPTIONS = ("--kv-heads", "2", "--quiet")
+# Not huggingface_hub: a process has one fork server for all, and the client reads its endpoint when it is imported.
 _PRELOADED = (
-    "gqaconvert.cli.app", "gqaconvert.conversion", "gqaconvert.merge.execute", "huggingface_hub.repocard",
+    "gqaconvert.cli.app", "gqaconvert.conversion", "gqaconvert.merge.execute",
     "tests.support.checkpoints",
 )  # fmt: skip
 
