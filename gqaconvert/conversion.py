@@ -1,7 +1,6 @@
 """Carry out a plan: stream every shard into a staging folder; the destination appears by one rename."""
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -500,8 +499,6 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
         target.parent.mkdir(parents=True, exist_ok=True)
         with folder.path(name).open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
-            file.flush()
-            os.fsync(file.fileno())
     source_card = _source_card(folder)
     write_file(staging.model / CARD, model_card(plan, source_card).encode(errors="replace"))
     write_file(staging.model / PROVENANCE, _json(provenance(plan, shards)))

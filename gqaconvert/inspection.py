@@ -192,6 +192,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
     site = checkpoint.sites[0] if checkpoint.sites else None
     geometry = site.geometry if site else None
     window = config.text.get("sliding_window")
+    inner_names = checkpoint.inner_names
     reason = _reason(checkpoint)
     by_dtype: dict[str, int] = {}
     for entry in index.entries.values():
@@ -210,9 +211,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         projections=_names(site, Part.QUERY, Part.KEY, Part.VALUE, Part.QKV, Part.OUTPUT),
         layout=family.layout.value if family and site else None,
         biases=tuple(t.name for t in site.tensors if t.leaf == "bias" and "norm" not in t.part.value) if site else (),
-        norms=tuple(name for name in family.parts if name in checkpoint.inner_names and "norm" in name)
-        if family
-        else (),
+        norms=tuple(name for name in family.parts if name in inner_names and "norm" in name) if family else (),
         position=family.position.value if family and site else None,
         rotary_fraction=rotary_fraction(family, config, geometry.head_dim) if family and geometry else None,
         sliding_window=window if isinstance(window, int) and not isinstance(window, bool) else None,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from gqaconvert.checkpoint.writer import hash_file, sync_folder, write_file
+from gqaconvert.checkpoint.writer import hash_file, sync_folder, sync_tree, write_file
 from gqaconvert.errors import DestinationError, StorageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Staging:
         return path.is_file() and path.stat().st_size == record["nbytes"] and hash_file(path) == record["sha256"]
 
     def record(self, name: str, sha256: str) -> None:
-        """A file is finished and on the disk."""
+        """A file is finished."""
         self._state["finished"][name] = {"nbytes": (self.folder / name).stat().st_size, "sha256": sha256}
         self._save()
 
@@ -132,8 +132,9 @@ class Staging:
 
     def commit(self) -> None:
         """Make the finished folder appear under its name; what was there before disappears in the same moment."""
-        for folder in (self.model, *(path for path in self.model.rglob("*") if path.is_dir())):
-            sync_folder(folder)
+        # All at once and only now: forcing one file out while the next is written costs twice the time, and until
+        # here nothing relies on it, as a resumed run trusts hashes.
+        sync_tree(self.model)
         parent = self.destination.parent
         if self.destination.is_dir() and not any(self.destination.iterdir()):
             self.destination.rmdir()

@@ -53,7 +53,7 @@ def write_all(target: int, data: bytes | memoryview) -> int:
 
 
 class FileFinisher:
-    """A thread that reads a file right behind its writer, hashes it, and forces it to the disk.
+    """A thread that reads a file right behind its writer and hashes it.
 
     The bytes are still in the page cache then, so the hash costs no disk and, on a second core, no time.
     """
@@ -84,7 +84,7 @@ class Follower:
     """The writer's end: tells how far the file is. Leaving the context says that no more will be written.
 
     Attributes:
-        digest: the sha256 in hex, once the whole file is hashed and on the disk.
+        digest: the sha256 in hex, once the whole file is hashed.
     """
 
     def __init__(self, positions: "SimpleQueue[int | None]", digest: "Future[str]") -> None:
@@ -118,7 +118,6 @@ def _follow(path: Path, positions: "SimpleQueue[int | None]") -> str:
                     raise CheckpointError(f"{path} became shorter while it was written")
                 digest.update(buffer[:count])
                 done += count
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -135,6 +134,16 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_tree(root: Path) -> None:
+    """Force a folder, and all that is in it, to the disk."""
+    for path in (*root.rglob("*"), root):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
