@@ -139,6 +139,20 @@ def test_inspect_transfers_json_and_headers_only(hub: HubServer, client: Client)
         assert request.filename in (None, *SHARDS, "config.json", INDEX)
 
 
+def test_estimate_transfers_config_and_headers_only(hub: HubServer, client: Client) -> None:
+    document = json.loads(client.done("estimate", "org/sharded", "--context", "256", "--json").stdout)
+    local = json.loads(client.done("estimate", hub.repos["org/sharded"].path, "--context", "256", "--json").stdout)
+    assert document | {"source": ""} == local | {"source": ""}
+    assert {request.range for request in hub.requests if request.filename in SHARDS} == {"bytes=0-99999"}
+
+
+def test_validate_two_repositories(hub: HubServer, client: Client) -> None:
+    client.done("convert", "org/single", "converted", "--mqa")
+    hub.repos["org/converted"] = HubRepo(client.folder / "converted")
+    document = json.loads(client.done("validate", "org/single", "org/converted", "--level", "files", "--json").stdout)
+    assert {check["status"] for check in document["checks"]} == {"passed"}
+
+
 def test_a_long_header_costs_one_more_request(hub: HubServer, client: Client) -> None:
     path = hub.repos["org/long"].path / SINGLE
     length = int.from_bytes(path.read_bytes()[:8], "little")

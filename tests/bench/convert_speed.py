@@ -54,7 +54,9 @@ def main() -> None:
         str(arguments.kv_heads),
         "-q",
     ]
-    rivals = {"cp -r": ["cp", "-r", str(source), ""], "gqaconvert convert": convert}
+    durable = ["sh", "-c", 'cp -r "$0" "$1" && sync', str(source), ""]
+    # cp leaves its data in the page cache; a conversion is on the disk when it ends. So both rivals are shown.
+    rivals = {"cp -r": ["cp", "-r", str(source), ""], "cp -r && sync": durable, "gqaconvert convert": convert}
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     memory: dict[str, list[int]] = {name: [] for name in rivals}
     for run in range(arguments.runs + 1):
@@ -74,8 +76,9 @@ def main() -> None:
         figures = (statistics.median(times), min(times), max(times), max(memory[name]) / 2**20)
         table.add_row(name, *(f"{figure:.2f}" for figure in figures))
     Console().print(table)
-    copy, ours = (statistics.median(seconds[name]) for name in rivals)
-    print(f"ratio {ours / copy:.2f}; allowed 1.15 x cp + 2 s = {1.15 * copy + 2:.2f} s, needed {ours:.2f} s")
+    copy, durable_copy, ours = (statistics.median(seconds[name]) for name in rivals)
+    print(f"1.15 x cp + 2 s = {1.15 * copy + 2:.2f} s, 1.15 x (cp and sync) + 2 s = {1.15 * durable_copy + 2:.2f} s")
+    print(f"needed {ours:.2f} s: {ours / copy:.2f} x cp, {ours / durable_copy:.2f} x (cp and sync)")
 
 
 if __name__ == "__main__":
