@@ -23,7 +23,8 @@ class Gpu:
     flops: float | None = None
 
 
-# The vendors' data sheets; dense bfloat16 tensor operations. Memory is what is sold as GB, counted as GiB.
+# Nominal peak figures as commonly quoted (dense bfloat16, no sparsity), not measured here. The bytes read are in the
+# JSON, so that any other bandwidth gives its own bound.
 GPUS = {
     gpu.name: gpu
     for gpu in (

@@ -11,7 +11,7 @@ Status = Literal["passed", "failed", "skipped"]
 
 NORMAL = (
     "before uptraining, a pooled model is much worse than its source, and that is normal: the example model's "
-    "perplexity grows 3 to 6 times under mean pooling; uptraining on about 5 % of the original training recovers most "
+    "perplexity grows 3 to 6 times under mean pooling; the paper uptrains for 5 % of the original steps to regain most "
     "of it (Ainslie et al., EMNLP 2023, section 3). Without thresholds, quality is reported and never fails."
 )
 
