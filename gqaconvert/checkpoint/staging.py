@@ -132,8 +132,8 @@ class Staging:
 
     def commit(self) -> None:
         """Make the finished folder appear under its name; what was there before disappears in the same moment."""
-        # All at once and only now: forcing one file out while the next is written costs twice the time, and until
-        # here nothing relies on it, as a resumed run trusts hashes.
+        # All at once and only now: until here nothing relies on it, as a resumed run trusts hashes, and the writer is
+        # not held up.
         sync_tree(self.model)
         parent = self.destination.parent
         if self.destination.is_dir() and not any(self.destination.iterdir()):
