@@ -22,12 +22,11 @@ from gqaconvert.families import Part
 from gqaconvert.families.blocks import source_heads
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.families.sites import rewritten
-from gqaconvert.merge.execute import torch_dtype
 from gqaconvert.merge.moments import Call, record_calls
 from gqaconvert.merge.refine import RefineSettings, Streams, merge_layer
 from gqaconvert.merge.sites import store_heads
 from gqaconvert.merge.subspace import MergeResult
-from gqaconvert.planning import ByteRange, ConversionPlan, SiteWork
+from gqaconvert.planning import ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
 from gqaconvert.site_merging import (
     OnSite,
@@ -36,6 +35,7 @@ from gqaconvert.site_merging import (
     load_work,
     merge_heads,
     read_heads,
+    read_tensor,
     rounded,
     rounded_tensors,
     save_work,
@@ -190,8 +190,7 @@ def _not_singly(plan: ConversionPlan, what: str) -> UnsupportedModelError:
 
 
 def _read(entry: TensorEntry, sources: SourceReader) -> Tensor:
-    data = sources.read(ByteRange(entry.shard, entry.start, entry.nbytes))
-    return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape).to(torch.float32)
+    return read_tensor(entry, sources).to(torch.float32)
 
 
 def _layer_weights(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:

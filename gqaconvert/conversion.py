@@ -138,7 +138,7 @@ def make_recipe(
     """A recipe from the words of the command line; ``dtype`` is torch's name.
 
     Raises:
-        InputError: an unknown type or method, or a count below 1.
+        InputError: an unknown type or method, or options that do not belong together.
     """
     if dtype is not None and dtype not in SAFETENSORS_NAMES:
         raise InputError(f"no dtype {dtype!r}", hint=f"known: {', '.join(SAFETENSORS_NAMES)}")
@@ -385,7 +385,11 @@ def _execute(
 
 
 def _site_facts(plan: ConversionPlan, staging: Staging) -> tuple[Mapping[str, Any], ...]:
-    return tuple(json.loads((staging.folder / f"{work.shard}.json").read_text()) for work in plan.work)
+    if not plan.work:
+        return ()
+    from gqaconvert.site_merging import load_facts
+
+    return tuple(load_facts(staging.folder, work) for work in plan.work)
 
 
 def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str, ...]) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.index import CheckpointIndex
@@ -85,8 +84,3 @@ def _refuse_outside_link(folder: LocalFolder, name: str) -> None:
             f"{folder.path(name)} is a link to {target}, outside the checkpoint",
             hint="replace the link by the file if it belongs to the model, or delete it",
         )
-
-
-def target_path(root: Path, name: str) -> Path:
-    """Where a carried file goes; names come from listing a folder, never from file contents."""
-    return root / output_name(name)

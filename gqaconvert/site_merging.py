@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.headers import TensorEntry
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance, hash_file, write_file
 from gqaconvert.errors import CheckpointError
@@ -58,11 +59,13 @@ def merge_sites(
 
 def read_tensors(work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:
     """The site's tensors as they are stored in the source."""
-    tensors = {}
-    for _, _, entry in rewritten(work.site):
-        data = sources.read(ByteRange(entry.shard, entry.start, entry.nbytes))
-        tensors[entry.name] = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
-    return tensors
+    return {entry.name: read_tensor(entry, sources) for _, _, entry in rewritten(work.site)}
+
+
+def read_tensor(entry: TensorEntry, sources: SourceReader) -> Tensor:
+    """One tensor as it is stored in the source."""
+    data = sources.read(ByteRange(entry.shard, entry.start, entry.nbytes))
+    return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
 
 
 def read_heads(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> AttentionHeads:
