@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 from gqaconvert import __version__
 from gqaconvert.card import model_card
@@ -18,18 +18,13 @@ from gqaconvert.checkpoint.dtypes import SAFETENSORS_NAMES
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.source import fetch_source, open_source
 from gqaconvert.checkpoint.staging import Staging
-from gqaconvert.checkpoint.writer import Advance, FileFinisher, Follower, copy_range, hash_file, write_all, write_file
+from gqaconvert.checkpoint.writer import Advance, hash_file
 from gqaconvert.errors import CheckpointError, DestinationError, GqaConvertError, InputError, StorageError
 from gqaconvert.inspection import read_checkpoint, read_provenance
-from gqaconvert.merge import SITE_METHODS, check_method, pooling_of
+from gqaconvert.merge import SITE_METHODS, check_method
 from gqaconvert.planning import (
-    ByteRange,
     CalibrationText,
-    CastPiece,
     ConversionPlan,
-    CopyPiece,
-    PlannedShard,
-    PoolPiece,
     Recipe,
     cache_bytes_per_token,
     fingerprint,
@@ -37,18 +32,14 @@ from gqaconvert.planning import (
     plan_conversion,
     recipe_document,
 )
-from gqaconvert.reading import SourceReader
+from gqaconvert.shard_writing import write_shards
 from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name
 from gqaconvert.texts import EXAMPLE, sha256_of
 from gqaconvert.units import format_size
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
 SCHEMA = "gqaconvert.convert/1"
 PROVENANCE_SCHEMA = "gqaconvert.provenance/1"
 DEFAULT_CALIBRATION_TOKENS = 40_000
-_CAST_CHUNK = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -369,7 +360,7 @@ def _execute(
 
                 merge_sites(plan, folder, staging, frozenset(trusted), advance, on_site)
             sites = _site_facts(plan, staging)
-            _write_shards(plan, folder, staging, shards, advance)
+            write_shards(plan, folder, staging, shards, advance)
             if fingerprint(plan, folder) != digest:
                 raise CheckpointError(f"{folder.root} changed while it was converted", hint="convert it again")
             shards = {shard.name: shards[shard.name] for shard in plan.shards}
@@ -403,99 +394,6 @@ def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str,
         )
 
 
-def _write_shards(
-    plan: ConversionPlan, folder: LocalFolder, staging: Staging, finished: dict[str, str], advance: Advance
-) -> None:
-    pending: list[tuple[str, Future[str]]] = []
-
-    def collect(*, wait: bool) -> None:
-        while pending and (wait or pending[0][1].done()):
-            name, future = pending.pop(0)
-            finished[name] = future.result()
-            staging.record(f"model/{name}", finished[name])
-
-    with FileFinisher() as finisher, SourceReader(folder, staging.folder) as sources:
-        try:
-            for shard in plan.shards:
-                if shard.name in finished:
-                    advance(shard.nbytes)
-                    continue
-                path = staging.model / shard.name
-                with path.open("wb", buffering=0) as file, finisher.follow(path) as follower:
-                    _write_shard(plan, shard, sources, file, follower, advance)
-                pending.append((shard.name, follower.digest))
-                collect(wait=False)
-        finally:
-            # Also on the way out with an error: whole shards are what --resume starts from.
-            collect(wait=True)
-
-
-def _write_shard(
-    plan: ConversionPlan,
-    shard: PlannedShard,
-    sources: SourceReader,
-    file: BinaryIO,
-    follower: Follower,
-    advance: Advance,
-) -> None:
-    target = file.fileno()
-
-    def progress(count: int) -> None:
-        follower.written_to(file.tell())
-        advance(count)
-
-    progress(write_all(target, shard.header))
-    for piece in _coalesced(shard):
-        if isinstance(piece[1], CopyPiece):
-            source = piece[1].source
-            copy_range(sources.descriptor(source.shard), target, source.start, source.nbytes, progress)
-        else:
-            for data in _computed(plan, piece[0], piece[1], sources):
-                progress(write_all(target, data))
-
-
-def _coalesced(shard: PlannedShard) -> Iterator[tuple[str, CopyPiece] | tuple[str, PoolPiece | CastPiece]]:
-    """The pieces of a shard with the type they get; neighbours that are copied in one go are one piece."""
-    run: ByteRange | None = None
-    for tensor in shard.tensors:
-        for piece in tensor.pieces:
-            if isinstance(piece, CopyPiece):
-                source = piece.source
-                if run and (run.shard, run.start + run.nbytes) == (source.shard, source.start):
-                    run = ByteRange(run.shard, run.start, run.nbytes + source.nbytes)
-                    continue
-            if run:
-                yield "", CopyPiece(run)
-            run = piece.source if isinstance(piece, CopyPiece) else None
-            if not isinstance(piece, CopyPiece):
-                yield tensor.dtype, piece
-    if run:
-        yield "", CopyPiece(run)
-
-
-def _computed(
-    plan: ConversionPlan, dtype: str, piece: PoolPiece | CastPiece, sources: SourceReader
-) -> Iterator[memoryview]:
-    from gqaconvert.merge.execute import cast, pool_heads
-
-    if isinstance(piece, CastPiece):
-        for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
-            count = min(_CAST_CHUNK, piece.source.nbytes - offset)
-            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.name)
-        return
-    yield from pool_heads(
-        [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
-        shape=(piece.rows, piece.row_size),
-        source_dtype=piece.source_dtype,
-        target_dtype=dtype,
-        pooling=pooling_of(plan.recipe.method),
-        role=piece.role,
-        key=piece.key,
-        seed=plan.recipe.seed,
-        initializer_range=plan.initializer_range,
-    )
-
-
 def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, shards: Mapping[str, str]) -> None:
     """Everything but the shards; config.json and the index come last, so that nothing looks complete before."""
     for name in plan.sidecars.names:
@@ -504,11 +402,11 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
         with folder.path(name).open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
     source_card = _source_card(folder)
-    write_file(staging.model / CARD, model_card(plan, source_card).encode(errors="replace"))
-    write_file(staging.model / PROVENANCE, _json(provenance(plan, shards)))
+    (staging.model / CARD).write_bytes(model_card(plan, source_card).encode(errors="replace"))
+    (staging.model / PROVENANCE).write_bytes(_json(provenance(plan, shards)))
     if plan.index_file:
-        write_file(staging.model / plan.index_file, _json(index_document(plan)))
-    write_file(staging.model / CONFIG, _json(plan.config))
+        (staging.model / plan.index_file).write_bytes(_json(index_document(plan)))
+    (staging.model / CONFIG).write_bytes(_json(plan.config))
 
 
 def _source_card(folder: LocalFolder) -> str:

@@ -97,6 +97,11 @@ class CastPiece(NamedTuple):
     source_dtype: str
     name: str
 
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.source.nbytes * 8 // dtypes.BITS[self.source_dtype]
+
 
 class PoolPiece(NamedTuple):
     """One head of the output: ``sources`` are the group's heads, each (rows, row_size) elements of ``source_dtype``."""
@@ -107,6 +112,11 @@ class PoolPiece(NamedTuple):
     row_size: int
     role: Role
     key: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the output's head."""
+        return self.rows * self.row_size
 
 
 Piece = CopyPiece | CastPiece | PoolPiece

@@ -11,7 +11,7 @@ from torch import Tensor
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import TensorEntry
 from gqaconvert.checkpoint.staging import Staging
-from gqaconvert.checkpoint.writer import Advance, hash_file, write_file
+from gqaconvert.checkpoint.writer import Advance, hash_file
 from gqaconvert.errors import CheckpointError
 from gqaconvert.families.sites import rewritten
 from gqaconvert.merge.execute import torch_dtype
@@ -130,8 +130,8 @@ def save_work(staging: Staging, work: SiteWork, tensors: Mapping[str, Tensor], f
         tensor = tensors[name].contiguous()
         target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=place.start)
         target.copy_(tensor.flatten())
-    write_file(staging.folder / work.shard, bytes(data))
-    write_file(staging.folder / f"{work.shard}.json", json.dumps(facts).encode())
+    (staging.folder / work.shard).write_bytes(data)
+    (staging.folder / f"{work.shard}.json").write_text(json.dumps(facts))
     for name in (f"{work.shard}.json", work.shard):
         staging.record(name, hash_file(staging.folder / name))
 

@@ -13,8 +13,11 @@ def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in (torch.bfloat16, torch.float16):
         return values.to(dtype)
     single = values.to(torch.float32)
-    error = values - single.to(torch.float64)
-    even = single.view(torch.int32) % 2 == 0
-    towards = torch.copysign(torch.full_like(single, torch.inf), error.to(torch.float32))
-    odd = torch.nextafter(single, towards)
-    return torch.where((error != 0) & even & torch.isfinite(single), odd, single).to(dtype)
+    inexact = single.to(torch.float64) != values
+    if inexact.any():  # a mean of few 16-bit numbers mostly fits float32
+        near, true = single[inexact], values[inexact]
+        away = torch.copysign(torch.full_like(near, torch.inf), (true - near.to(torch.float64)).to(torch.float32))
+        odd = torch.nextafter(near, away)
+        even = near.view(torch.int32) % 2 == 0
+        single[inexact] = torch.where(even & torch.isfinite(near), odd, near)
+    return single.to(dtype)
