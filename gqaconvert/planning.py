@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from gqaconvert import __version__
@@ -63,6 +63,7 @@ class Recipe:
         grouping: "adjacent", or "similar" to reorder heads by how well they merge.
         calibration: text that site methods are fitted on, None for weights only.
         refine: optimiser steps a layer, "auto", or None.
+        joint: steps on all layers together after that, None for none.
     """
 
     num_key_value_heads: int
@@ -74,6 +75,7 @@ class Recipe:
     grouping: str = "adjacent"
     calibration: CalibrationText | None = None
     refine: int | str | None = None
+    joint: int | None = None
 
 
 class ByteRange(NamedTuple):
@@ -169,6 +171,11 @@ class SiteWork:
         """Size of the work file."""
         return sum(dtypes.nbytes(dtype, math.prod(shape)) for _, dtype, shape in self.tensors)
 
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Names of the tensors inside the attention module -> their names in the checkpoint."""
+        return {name.removeprefix(self.site.prefix): name for name, _, _ in self.tensors}
+
     def places(self) -> Mapping[str, ByteRange]:
         """Where each tensor lies in the work file."""
         places, start = {}, 0
@@ -232,7 +239,14 @@ class ConversionPlan:
     @property
     def work_bytes(self) -> int:
         """Bytes of the work files, which are deleted in the end."""
-        return sum(work.nbytes for work in self.work)
+        return sum(work.nbytes for work in self.work) * (2 if self.recipe.joint else 1)
+
+    @property
+    def layerwise(self) -> tuple[SiteWork, ...]:
+        """Where each site goes before all are refined together; else what ``work`` is."""
+        if not self.recipe.joint:
+            return self.work
+        return tuple(replace(work, shard=f"{work.shard}-layerwise") for work in self.work)
 
     @property
     def changed(self) -> tuple[PlannedTensor, ...]:

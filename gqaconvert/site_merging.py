@@ -25,6 +25,8 @@ from gqaconvert.reading import SourceReader
 
 OnSite = Callable[[Mapping[str, Any]], None]
 """Called with the facts of each site that was merged."""
+OnStep = Callable[[int, int, float], None]
+"""Called with the number of each joint step, of how many, and its mean divergence in nats."""
 
 
 def merge_sites(
@@ -34,6 +36,7 @@ def merge_sites(
     trusted: frozenset[str],
     advance: Advance,
     on_site: OnSite,
+    on_step: OnStep,
 ) -> None:
     """Write the work file of every site that is not among the ``trusted`` ones of an interrupted run.
 
@@ -45,7 +48,7 @@ def merge_sites(
         if plan.recipe.calibration is not None:
             from gqaconvert.calibration import merge_calibrated
 
-            merge_calibrated(plan, folder, staging, sources, trusted, advance, on_site)
+            merge_calibrated(plan, folder, staging, sources, trusted, advance, on_site, on_step)
             return
         for work in plan.work:
             if work.shard not in trusted:

@@ -54,8 +54,11 @@ class Staging:
         except OSError as error:
             raise StorageError(f"cannot write beside {self.destination}: {error.strerror}") from error
         old = self.folder / "old"
-        if old.exists() and not self.destination.exists():  # killed between two renames
-            old.rename(self.destination)
+        if old.exists():
+            if self.destination.exists():  # killed while it was deleted
+                shutil.rmtree(old)
+            else:  # killed between two renames
+                old.rename(self.destination)
         return self
 
     def __exit__(

@@ -11,7 +11,7 @@ from gqaconvert.cli.output import byte_progress, note, print_json, safe
 from gqaconvert.errors import InputError
 
 if TYPE_CHECKING:
-    from gqaconvert.conversion import ConversionResult
+    from gqaconvert.conversion import ConversionResult, RecipeOptions
     from gqaconvert.planning import ConversionPlan
 
 
@@ -44,6 +44,16 @@ def convert_command(
     refine: Annotated[
         str | None,
         typer.Option("--refine", metavar="N|auto", help="Then fit each layer for N steps.", show_default="no steps"),
+    ] = None,
+    joint: Annotated[
+        int | None,
+        typer.Option(
+            "--joint",
+            metavar="N",
+            min=0,
+            show_default="no steps",
+            help="Then N steps on all layers together; needs the whole model in memory.",
+        ),
     ] = None,
     report: Annotated[
         Path | None,
@@ -100,7 +110,7 @@ def convert_command(
             raise InputError(f"--report tells of methods that merge whole layers, not of {method}")
     if resume and restart:
         raise InputError("--resume and --restart contradict each other")
-    options: dict[str, Any] = {
+    options: RecipeOptions = {
         "method": method,
         "seed": seed,
         "dtype": dtype,
@@ -110,6 +120,7 @@ def convert_command(
         "calibrate": calibrate,
         "calibration_tokens": calibration_tokens,
         "refine": _steps(refine),
+        "joint": joint,
     }
     count = 1 if kv_heads is None else kv_heads
     if dry_run:
@@ -135,6 +146,7 @@ def convert_command(
             on_plan=lambda plan: set_total(plan.work_bytes + sum(shard.nbytes for shard in plan.shards)),
             on_progress=advance,
             on_site=lambda facts: None if quiet or json else _show_site(facts),
+            on_step=lambda *step: None if quiet or json else _show_step(*step),
         )
     if report is not None:
         from gqaconvert.report import write_report
@@ -162,6 +174,11 @@ def _show_site(facts: Mapping[str, Any]) -> None:
             f"after {facts['steps']} steps (K kept {_mean(facts['key_explained']):.0%}, "
             f"V {_mean(facts['value_explained']):.0%})"
         )
+
+
+def _show_step(step: int, steps: int, loss: float) -> None:
+    if step == steps or step % max(1, steps // 10) == 0:
+        note(f"joint step {step} of {steps}: KL(source || merged) {loss:.4f} nats a token")
 
 
 def _mean(values: list[float]) -> float:

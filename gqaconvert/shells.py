@@ -1,0 +1,120 @@
+"""Stock models without weights, which are then read from the checkpoint: one layer at a time, or all of it."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.errors import InputError, UnsupportedModelError
+from gqaconvert.planning import ConversionPlan, SiteWork
+from gqaconvert.reading import SourceReader
+from gqaconvert.site_merging import read_tensor
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A stock model without weights, and its decoder layers in the order of the plan's sites."""
+
+    model: nn.Module
+    layers: list[nn.Module]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], plan: ConversionPlan) -> "Shell":
+        """The model that a config describes, in float32; only its rotary tables hold numbers.
+
+        Raises:
+            UnsupportedModelError: it has no modules where the files have layers.
+        """
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        typed = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        typed._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(typed, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model.eval()
+        for name, module in list(model.named_modules()):
+            # Rotary tables are computed at construction, not stored: once more, with real numbers.
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, type(module)(config=typed))
+        try:
+            layers = [model.get_submodule(layer_prefix(plan, work).rstrip(".")) for work in plan.work]
+        except AttributeError:
+            raise not_singly(plan, f"no module {layer_prefix(plan, plan.work[0])}") from None
+        return cls(model, layers)
+
+    def fill_outside(self, plan: ConversionPlan, sources: SourceReader) -> None:
+        """Load what stands before the layers: embeddings. What comes after them is never run."""
+        stack = layer_prefix(plan, plan.work[0]).rstrip(".").rpartition(".")[0] + "."
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        skipped = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+        inputs = {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}  # type: ignore[operator]
+        for name, parameter in list(self.model.named_parameters()):
+            if name.startswith(stack) or (id(parameter) in skipped and id(parameter) not in inputs):
+                continue
+            entry = plan.checkpoint.index.entries.get(name)
+            if entry is None:
+                raise not_singly(plan, f"no tensor {name}")
+            parent, _, attribute = name.rpartition(".")
+            loaded = nn.Parameter(read_float32(entry, sources), requires_grad=False)
+            setattr(self.model.get_submodule(parent), attribute, loaded)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within it, the model passes explicit masks to its layers."""
+        config: Any = self.model.config
+        chosen = config._attn_implementation
+        config._attn_implementation = "eager"
+        try:
+            yield
+        finally:
+            config._attn_implementation = chosen
+
+    def fill(self, plan: ConversionPlan, tensors: Mapping[str, Tensor]) -> None:
+        """Load every parameter; ``tensors`` by their names in the checkpoint, shared with the caller.
+
+        Raises:
+            UnsupportedModelError: the files' names are not those of the stock class.
+        """
+        found = {name: tensors[name] for name in self.model.state_dict() if name in tensors}
+        self.model.load_state_dict(found, strict=False, assign=True)
+        self.model.tie_weights()  # type: ignore[operator]
+        for name, parameter in self.model.named_parameters():
+            if parameter.is_meta:
+                raise not_singly(plan, f"no tensor {name}")
+        self.model.requires_grad_(False)
+
+    def layer(self, number: int, weights: Mapping[str, Tensor]) -> nn.Module:
+        """A copy of one layer with weights; names within the layer."""
+        layer = copy.deepcopy(self.layers[number])
+        names = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_buffers()}
+        if names - weights.keys():
+            raise InputError(
+                f"the stock class expects {sorted(names - weights.keys())[:3]} in a layer; the files differ"
+            )
+        layer.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
+        return layer.requires_grad_(False)
+
+
+def layer_prefix(plan: ConversionPlan, work: SiteWork) -> str:
+    """What a site's layer's tensors begin with, e.g. ``model.layers.3.``."""
+    return work.site.prefix.removesuffix(f"{plan.family.attention}.")
+
+
+def not_singly(plan: ConversionPlan, what: str) -> UnsupportedModelError:
+    """The error for files that the stock class cannot take weight by weight."""
+    return UnsupportedModelError(
+        f"calibration loads layers one by one, and the files of this {plan.family.name} model are not named like the "
+        f"modules of the stock class ({what})",
+        hint="without --calibrate the merge uses the weights only",
+    )
+
+
+def read_float32(entry: TensorEntry, sources: SourceReader) -> Tensor:
+    """A tensor of the source, widened."""
+    return read_tensor(entry, sources).to(torch.float32)
