@@ -20,10 +20,10 @@ from gqaconvert.families import Part
 from gqaconvert.families.blocks import source_heads
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.families.sites import rewritten
+from gqaconvert.merge.groups import MergeResult
 from gqaconvert.merge.moments import Call, attention_entropy, record_calls
 from gqaconvert.merge.refine import RefineSettings, Streams, merge_layer
 from gqaconvert.merge.sites import store_heads
-from gqaconvert.merge.subspace import MergeResult
 from gqaconvert.planning import ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
 from gqaconvert.shells import Shell, layer_prefix, read_float32

@@ -16,10 +16,10 @@ from gqaconvert.errors import CheckpointError
 from gqaconvert.families.sites import rewritten
 from gqaconvert.merge.execute import torch_dtype
 from gqaconvert.merge.grouping import group_by_mergeability
+from gqaconvert.merge.groups import MergeResult
 from gqaconvert.merge.heads import AttentionHeads, permute_heads
 from gqaconvert.merge.rounding import round_once
 from gqaconvert.merge.sites import load_heads, site_merge, store_heads
-from gqaconvert.merge.subspace import MergeResult
 from gqaconvert.planning import ByteRange, ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
 

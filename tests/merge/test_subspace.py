@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gqaconvert.merge.align import merge_aligned
+from gqaconvert.merge.groups import MergeResult
 from gqaconvert.merge.heads import AttentionHeads, KeyFreedom, Rotary, change_key_basis, change_value_basis
-from gqaconvert.merge.subspace import MergeResult, merge_subspace
+from gqaconvert.merge.subspace import merge_subspace
 from tests.merge.attention import attention, rms_norm
 from tests.merge.cases import (
     NORMED,
