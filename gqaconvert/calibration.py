@@ -66,7 +66,7 @@ def merge_calibrated(
     """
     batches = _batches(plan, folder)
     source, target = Shell.of(plan.checkpoint.config.raw, plan), Shell.of(plan.config, plan)
-    source.fill_outside(plan, sources)
+    source.fill_outside(sources)
     calls = record_calls(source.model, source.layers, batches[0])
     with source.eager():
         eager_calls = record_calls(source.model, source.layers, batches[0])

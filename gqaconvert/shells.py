@@ -10,10 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from gqaconvert.checkpoint.headers import TensorEntry
-from gqaconvert.errors import InputError, UnsupportedModelError
+from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.planning import ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
 from gqaconvert.site_merging import read_tensor
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made within it have parameters without memory; their buffers (rotary tables, scales) are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -22,10 +39,11 @@ class Shell:
 
     model: nn.Module
     layers: list[nn.Module]
+    plan: ConversionPlan
 
     @classmethod
     def of(cls, config: Mapping[str, Any], plan: ConversionPlan) -> "Shell":
-        """The model that a config describes, in float32; only its rotary tables hold numbers.
+        """The model that a config describes, in float32; only what is computed and not stored holds numbers.
 
         Raises:
             UnsupportedModelError: it has no modules where the files have layers.
@@ -33,23 +51,20 @@ class Shell:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         typed = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        typed._attn_implementation = "sdpa"
-        with torch.device("meta"):
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(typed)]
+        typed._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
+        with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(typed, dtype=torch.float32)  # type: ignore[no-untyped-call]
         model.eval()
-        for name, module in list(model.named_modules()):
-            # Rotary tables are computed at construction, not stored: once more, with real numbers.
-            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, type(module)(config=typed))
         try:
             layers = [model.get_submodule(layer_prefix(plan, work).rstrip(".")) for work in plan.work]
         except AttributeError:
             raise not_singly(plan, f"no module {layer_prefix(plan, plan.work[0])}") from None
-        return cls(model, layers)
+        return cls(model, layers, plan)
 
-    def fill_outside(self, plan: ConversionPlan, sources: SourceReader) -> None:
+    def fill_outside(self, sources: SourceReader) -> None:
         """Load what stands before the layers: embeddings. What comes after them is never run."""
+        plan = self.plan
         stack = layer_prefix(plan, plan.work[0]).rstrip(".").rpartition(".")[0] + "."
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         skipped = {id(parameter) for parameter in head.parameters()} if head is not None else set()
@@ -75,7 +90,7 @@ class Shell:
         finally:
             config._attn_implementation = chosen
 
-    def fill(self, plan: ConversionPlan, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Load every parameter; ``tensors`` by their names in the checkpoint, shared with the caller.
 
         Raises:
@@ -86,17 +101,15 @@ class Shell:
         self.model.tie_weights()  # type: ignore[operator]
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta:
-                raise not_singly(plan, f"no tensor {name}")
+                raise not_singly(self.plan, f"no tensor {name}")
         self.model.requires_grad_(False)
 
     def layer(self, number: int, weights: Mapping[str, Tensor]) -> nn.Module:
         """A copy of one layer with weights; names within the layer."""
         layer = copy.deepcopy(self.layers[number])
-        names = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_buffers()}
+        names = layer.state_dict().keys()
         if names - weights.keys():
-            raise InputError(
-                f"the stock class expects {sorted(names - weights.keys())[:3]} in a layer; the files differ"
-            )
+            raise not_singly(self.plan, f"no {min(names - weights.keys())} in a layer")
         layer.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
         return layer.requires_grad_(False)
 
