@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+_SLICE = 2**16
+"""Elements at a time: what caches hold."""
+
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float64 to ``dtype``, to nearest, ties to even.
@@ -12,12 +15,13 @@ def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return values.to(dtype)
-    single = values.to(torch.float32)
-    inexact = single.to(torch.float64) != values
-    if inexact.any():  # a mean of few 16-bit numbers mostly fits float32
-        near, true = single[inexact], values[inexact]
-        away = torch.copysign(torch.full_like(near, torch.inf), (true - near.to(torch.float64)).to(torch.float32))
-        odd = torch.nextafter(near, away)
-        even = near.view(torch.int32) % 2 == 0
-        single[inexact] = torch.where(even & torch.isfinite(near), odd, near)
-    return single.to(dtype)
+    stored = torch.empty(values.numel(), dtype=dtype, device=values.device)
+    for exact, place in zip(values.flatten().split(_SLICE), stored.split(_SLICE), strict=True):
+        single = exact.to(torch.float32)
+        widened = single.to(torch.float64)
+        # On bit patterns, sign and magnitude: one less is the neighbour towards zero, and odd is its last bit set.
+        odd = single.view(torch.int32)
+        odd -= (widened.abs() > exact.abs()).to(torch.int32)
+        odd |= (widened != exact).to(torch.int32)
+        place.copy_(single)
+    return stored.view(values.shape)
