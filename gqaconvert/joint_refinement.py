@@ -77,14 +77,13 @@ def _models(
     """Both models, complete; what is equal in both is in memory once."""
     weights = {name: read_float32(entry, sources) for name, entry in plan.checkpoint.index.entries.items()}
     original, merged = Shell.of(plan.checkpoint.config.raw, plan), Shell.of(plan.config, plan)
-    original.fill(weights)
+    original = original.filled(weights)
     for work, tensors in zip(plan.work, merged_tensors, strict=True):
         prefix = layer_prefix(plan, work)
         inside = target_weights(plan, work, layer_weights(plan, work, sources))
         weights |= {f"{prefix}{name}": tensor for name, tensor in inside.items()}
         weights |= {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
-    merged.fill(weights)
-    return original, merged
+    return original, merged.filled(weights)
 
 
 @torch.no_grad()

@@ -56,11 +56,7 @@ class Shell:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(typed, dtype=torch.float32)  # type: ignore[no-untyped-call]
         model.eval()
-        try:
-            layers = [model.get_submodule(layer_prefix(plan, work).rstrip(".")) for work in plan.work]
-        except AttributeError:
-            raise not_singly(plan, f"no module {layer_prefix(plan, plan.work[0])}") from None
-        return cls(model, layers, plan)
+        return cls(model, _layers(model, plan), plan)
 
     def fill_outside(self, sources: SourceReader) -> None:
         """Load what stands before the layers: embeddings. What comes after them is never run."""
@@ -90,28 +86,83 @@ class Shell:
         finally:
             config._attn_implementation = chosen
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load every parameter; ``tensors`` by their names in the checkpoint, shared with the caller.
+    def filled(self, tensors: Mapping[str, Tensor]) -> "Shell":
+        """The same with every parameter; ``tensors`` by their names in the checkpoint, shared if they fit as they are.
 
         Raises:
-            UnsupportedModelError: the files' names are not those of the stock class.
+            UnsupportedModelError: the files' names are not those of the stock class, and its loader cannot map them.
         """
-        found = {name: tensors[name] for name in self.model.state_dict() if name in tensors}
-        self.model.load_state_dict(found, strict=False, assign=True)
-        self.model.tie_weights()  # type: ignore[operator]
-        for name, parameter in self.model.named_parameters():
-            if parameter.is_meta:
-                raise not_singly(self.plan, f"no tensor {name}")
-        self.model.requires_grad_(False)
+        model: Any = self.model
+        found = {name: tensors[name] for name in model.state_dict() if name in tensors}
+        model.load_state_dict(found, strict=False, assign=True)
+        model.tie_weights()
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if missing:
+            model = _loaded(type(model), model.config, tensors)
+            if model is None:
+                raise not_singly(self.plan, f"no tensor {missing[0]}")
+            model.eval()
+        model.requires_grad_(False)
+        return Shell(model, _layers(model, self.plan), self.plan)
 
     def layer(self, number: int, weights: Mapping[str, Tensor]) -> nn.Module:
-        """A copy of one layer with weights; names within the layer."""
+        """A copy of one layer with weights; names within the layer.
+
+        Raises:
+            UnsupportedModelError: the files' names are not those of the stock class, and its loader cannot map them.
+        """
         layer = copy.deepcopy(self.layers[number])
         names = layer.state_dict().keys()
-        if names - weights.keys():
-            raise not_singly(self.plan, f"no {min(names - weights.keys())} in a layer")
+        if unknown := names - weights.keys():
+            weights = self._as_modules(number, weights)
+            if names - weights.keys():
+                raise not_singly(self.plan, f"no {min(unknown)} in a layer")
         layer.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
         return layer.requires_grad_(False)
+
+    def _as_modules(self, number: int, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A layer's tensors under the modules' names, by the stock loader (it stacks the experts of mixtures).
+
+        It is asked for a model of this one layer and a vocabulary of next to nothing.
+        """
+        config: Any = copy.deepcopy(self.model.config)
+        config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[number]]
+        prefix = layer_prefix(self.plan, self.plan.work[0])
+        one: Any = _loaded(type(self.model), config, {f"{prefix}{name}": value for name, value in weights.items()})
+        return {} if one is None else one.get_submodule(prefix.rstrip(".")).state_dict()
+
+
+def _layers(model: nn.Module, plan: ConversionPlan) -> list[nn.Module]:
+    try:
+        return [model.get_submodule(layer_prefix(plan, work).rstrip(".")) for work in plan.work]
+    except AttributeError:
+        raise not_singly(plan, f"no module {layer_prefix(plan, plan.work[0])}") from None
+
+
+def _loaded(model_class: Any, config: object, tensors: Mapping[str, Tensor]) -> Any | None:  # noqa: ANN401
+    """The stock class with these tensors, None if its loader does not know what to do with them.
+
+    What is missing outside the layers is made up by the loader, and not used.
+    """
+    from transformers.utils import logging
+
+    verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, info = model_class.from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=torch.float32, output_loading_info=True
+        )
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    inner = [name for kind in info.values() for name in kind if "layers." in str(name)]
+    return None if inner else model
 
 
 def layer_prefix(plan: ConversionPlan, work: SiteWork) -> str:

@@ -16,7 +16,7 @@ def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in (torch.bfloat16, torch.float16):
         return values.to(dtype)
     stored = torch.empty(values.numel(), dtype=dtype, device=values.device)
-    for exact, place in zip(values.flatten().split(_SLICE), stored.split(_SLICE), strict=True):
+    for exact, place in zip(torch.split(values.flatten(), _SLICE), torch.split(stored, _SLICE), strict=True):
         single = exact.to(torch.float32)
         widened = single.to(torch.float64)
         # On bit patterns, sign and magnitude: one less is the neighbour towards zero, and odd is its last bit set.

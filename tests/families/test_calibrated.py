@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -21,6 +22,7 @@ from tests.families.reference import expanded_reference
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = (
     "falcon_rw", "gemma", "gemma2", "gemma3_text", "gpt_oss", "apertus", "phi3", "qwen2", "olmo2", "stablelm_qk_layernorm",
+    "mixtral", "qwen2_moe", "olmoe", "granitemoe",
 )  # fmt: skip
 
 
@@ -71,10 +73,13 @@ def test_shells_compute_what_the_model_computes(name: str, tmp_path: Path) -> No
         assert layer["source_attention_entropy"] in (None, pytest.approx(expected, rel=1e-4))
 
 
-def test_files_that_are_named_unlike_the_modules_are_refused(tmp_path: Path) -> None:
-    by_name("qwen3_moe").build().save_pretrained(tmp_path / "source")
+def test_files_that_no_stock_loader_maps_are_refused(tmp_path: Path) -> None:
+    by_name("qwen2").build().save_pretrained(tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    renamed = {name.replace("mlp.gate_proj", "mlp.other_proj"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "source" / "model.safetensors")
     result = convert(tmp_path, 1)
-    assert result.exit_code == 2, result.output
-    assert "experts" in result.stderr
+    assert result.exit_code == 2, f"{result.output} {result.exception!r}"
+    assert "mlp.gate_proj" in result.stderr
     assert "--calibrate" in result.stderr
     assert not (tmp_path / "target").exists()
