@@ -417,6 +417,8 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
             shutil.copyfileobj(source, file)
     source_card = _source_card(folder)
     (staging.model / CARD).write_bytes(model_card(plan, source_card).encode(errors="replace"))
+    for name, text in plan.code.items():
+        (staging.model / name).write_bytes(text.encode())
     (staging.model / PROVENANCE).write_bytes(_json(provenance(plan, shards)))
     if plan.index_file:
         (staging.model / plan.index_file).write_bytes(_json(index_document(plan)))

@@ -43,6 +43,11 @@ class Checkpoint:
         return self.index.files
 
     @property
+    def self_attentions(self) -> int:
+        """Layers whose cache grows with every token; those that read an encoder's states are not counted."""
+        return sum(not site.cross for site in self.sites)
+
+    @property
     def inner_names(self) -> frozenset[str]:
         """First components of the tensors' names inside the first attention module."""
         if not self.sites:
@@ -203,7 +208,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         model_type=config.model_type,
         family=family.name if family else None,
         attention=_attention_kind(config, geometry),
-        num_hidden_layers=len(checkpoint.sites) or _lenient_layers(config),
+        num_hidden_layers=len({site.layer for site in checkpoint.sites}) or _lenient_layers(config),
         num_attention_heads=geometry.num_attention_heads if geometry else None,
         num_key_value_heads=geometry.num_key_value_heads if geometry else None,
         head_dim=geometry.head_dim if geometry else None,
@@ -279,7 +284,7 @@ def _options(checkpoint: Checkpoint, geometry: AttentionGeometry) -> tuple[KvHea
             KvHeadOption(
                 num_key_value_heads=count,
                 queries_per_kv=heads // count,
-                cache_bytes_per_token=dtypes.nbytes(entry.dtype, len(checkpoint.sites) * count * width),
+                cache_bytes_per_token=dtypes.nbytes(entry.dtype, checkpoint.self_attentions * count * width),
                 tensor_parallel=tuple(size for size in sizes if count % size == 0),
                 tensor_parallel_replicated=tuple(size for size in sizes if size > count and size % count == 0),
                 current=count == geometry.num_key_value_heads,

@@ -13,6 +13,7 @@ where each lies in it, and from there on they are bytes to copy like all others.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -20,15 +21,17 @@ from typing import Any, NamedTuple
 from gqaconvert import __version__
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
-from gqaconvert.checkpoint.headers import TensorEntry, build_header
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed, build_header
 from gqaconvert.checkpoint.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex
 from gqaconvert.errors import InputError, UnsupportedFormatError, UnsupportedModelError
-from gqaconvert.families import KV_HEADS, Family, Layout, Part
+from gqaconvert.families import Family, Form, Layout, Part
 from gqaconvert.families.blocks import head_blocks, source_heads
+from gqaconvert.families.shipped import FILE, modelling_source
 from gqaconvert.families.sites import (
     AttentionGeometry,
     AttentionSite,
     SiteTensor,
+    config_changes,
     form_for,
     output_layout,
     rewritten,
@@ -86,6 +89,29 @@ class ByteRange(NamedTuple):
     nbytes: int
 
 
+class ColumnRange(NamedTuple):
+    """Columns of a stored matrix, read as rows: ``columns`` from ``first`` on of (height, width) elements.
+
+    ``start`` is the matrix's place in the file, in bytes; ``itemsize`` in bytes.
+    """
+
+    shard: str
+    start: int
+    height: int
+    width: int
+    first: int
+    columns: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of these columns."""
+        return self.height * self.columns * self.itemsize
+
+
+Place = ByteRange | ColumnRange
+
+
 class CopyPiece(NamedTuple):
     """Bytes that go into the output as they are."""
 
@@ -93,9 +119,9 @@ class CopyPiece(NamedTuple):
 
 
 class CastPiece(NamedTuple):
-    """Elements that go into the output in another floating type."""
+    """Elements that go into the output in another floating type, or turned from columns to rows."""
 
-    source: ByteRange
+    source: Place
     source_dtype: str
     name: str
 
@@ -108,7 +134,7 @@ class CastPiece(NamedTuple):
 class PoolPiece(NamedTuple):
     """One head of the output: ``sources`` are the group's heads, each (rows, row_size) elements of ``source_dtype``."""
 
-    sources: tuple[ByteRange, ...]
+    sources: tuple[Place, ...]
     source_dtype: str
     rows: int
     row_size: int
@@ -146,7 +172,8 @@ class PlannedTensor:
     def changed(self) -> bool:
         """Whether heads are merged, repeated or reordered (a mere cast is no change)."""
         return self.shape != self.source.shape or any(
-            isinstance(piece, PoolPiece) or piece.source.shard.startswith(WORK) for piece in self.pieces
+            isinstance(piece, PoolPiece) or isinstance(piece.source, ColumnRange) or piece.source.shard.startswith(WORK)
+            for piece in self.pieces
         )
 
 
@@ -211,6 +238,7 @@ class ConversionPlan:
     checkpoint: Checkpoint
     recipe: Recipe
     family: Family
+    form: Form
     source_geometry: AttentionGeometry
     target_geometry: AttentionGeometry
     config_changes: Mapping[str, Any]
@@ -225,6 +253,11 @@ class ConversionPlan:
     def index_file(self) -> str | None:
         """Name of the index, None if the output is one file."""
         return None if [shard.name for shard in self.shards] == [SINGLE_FILE] else INDEX_FILE
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """Modelling files of ours that the output needs: name -> text."""
+        return {FILE: modelling_source(self.family)} if self.form.shipped else {}
 
     @property
     def total_size(self) -> int:
@@ -269,7 +302,7 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     source = sites[0].geometry
     form = form_for(family, config, source, recipe.num_key_value_heads)
     target = source.with_kv_heads(recipe.num_key_value_heads)
-    changes = {key: target.num_key_value_heads if value is KV_HEADS else value for key, value in form.config.items()}
+    changes = config_changes(family, form, config, target.num_key_value_heads)
     layouts = (family.layout, output_layout(family, form))
     touched = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
     work = _plan_work(checkpoint, recipe, layouts, target)
@@ -277,7 +310,10 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     tensors = [
         (
             shard.shard,
-            [_retyped(tensor, recipe.dtype) for tensor in _plan_shard(shard.entries, touched, places, layouts, target)],
+            [
+                _retyped(tensor, recipe.dtype)
+                for tensor in _plan_shard(shard.entries, touched, places, layouts, target, form)
+            ],
         )
         for shard in index.shards
     ]
@@ -289,6 +325,7 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
         checkpoint=checkpoint,
         recipe=recipe,
         family=family,
+        form=form,
         source_geometry=source,
         target_geometry=target,
         config_changes=changes,
@@ -336,20 +373,44 @@ def _plan_shard(
     places: Mapping[str, tuple[str, tuple[int, ...], ByteRange]],
     layouts: tuple[Layout, Layout],
     target: AttentionGeometry,
+    form: Form,
 ) -> Iterator[PlannedTensor]:
     for entry in entries:
+        site, tensor = touched.get(entry.name, (None, None))
+        kept = site is None or tensor is None or tensor.part in _KEPT
+        turned = bool(form.linear and re.search(form.linear, entry.name))
+        if site is None and form.drops and re.search(form.drops, entry.name):
+            continue
         if entry.name in places:
             dtype, shape, place = places[entry.name]
-            yield PlannedTensor(entry.name, dtype, shape, (CopyPiece(place),), entry)
-        elif entry.name not in touched or touched[entry.name][1].part in _KEPT:
+            assert tensor is not None
+            if kept and isinstance(tensor.entry, Transposed) and not turned:
+                piece = CastPiece(columns(place, shape, dtype), dtype, entry.name)
+                yield PlannedTensor(entry.name, dtype, shape[::-1], (piece,), entry)
+            else:
+                yield PlannedTensor(entry.name, dtype, shape, (CopyPiece(place),), tensor.entry)
+        elif kept and turned:
+            _require_poolable(entry)
+            piece = CastPiece(columns(_bytes(entry), entry.shape, entry.dtype), entry.dtype, entry.name)
+            yield PlannedTensor(entry.name, entry.dtype, entry.shape[::-1], (piece,), entry)
+        elif site is None or tensor is None or kept:
             yield PlannedTensor(entry.name, entry.dtype, entry.shape, (CopyPiece(_bytes(entry)),), entry)
-        elif touched[entry.name][1].part is Part.KEY_NORM_LIST:
-            yield from _norm_list(*touched[entry.name], target)
+        elif tensor.part is Part.KEY_NORM_LIST:
+            yield from _norm_list(site, tensor, target)
         else:
-            yield _blocks(*touched[entry.name], layouts, target)
+            yield _blocks(site, tensor, layouts, target)
 
 
 _KEPT = frozenset((Part.QUERY, Part.OUTPUT, Part.KEY_NORM_SHARED))
+
+
+def columns(
+    place: ByteRange, stored: tuple[int, ...], dtype: str, first: int = 0, count: int | None = None
+) -> ColumnRange:
+    """Columns of a matrix with the shape ``stored``, all of them by default."""
+    height, width = stored
+    itemsize = dtypes.BITS[dtype] // 8
+    return ColumnRange(place.shard, place.start, height, width, first, width if count is None else count, itemsize)
 
 
 def _blocks(
@@ -362,33 +423,39 @@ def _blocks(
     total_rows = sum(block.rows for block in blocks)
     row_size = entry.numel // total_rows
     row_bytes = dtypes.nbytes(entry.dtype, row_size)
-    places: dict[tuple[Part, int], ByteRange] = {}
-    start = entry.start
+    places: dict[tuple[Part, int], Place] = {}
+    row = 0
     for block in blocks:
-        places[block.part, block.head] = ByteRange(entry.shard, start, block.rows * row_bytes)
-        start += block.rows * row_bytes
+        if isinstance(entry, Transposed):
+            place: Place = columns(_bytes(entry), entry.shape[::-1], entry.dtype, row, block.rows)
+        else:
+            place = ByteRange(entry.shard, entry.start + row * row_bytes, block.rows * row_bytes)
+        places[block.part, block.head] = place
+        row += block.rows
     role = Role.NORM if part is Part.KEY_NORM else Role.BIAS if tensor.leaf == "bias" else Role.WEIGHT
     pieces: list[Piece] = []
     output_rows = 0
     for block in head_blocks(part, layouts[1], target):
         output_rows += block.rows
         if block.part is Part.QUERY:
-            pieces.append(CopyPiece(places[block.part, block.head]))
+            pieces.append(_unchanged(places[block.part, block.head], entry))
             continue
         heads = source_heads(block.head, site.geometry.num_key_value_heads, target.num_key_value_heads)
         sources = tuple(places[block.part, head] for head in heads)
         key = f"{entry.name}/{block.part.name}/{block.head}"
-        pieces.append(_pooled(sources, entry.dtype, block.rows, row_size, role, key))
+        pieces.append(_pooled(sources, entry, block.rows, row_size, role, key))
     shape = (entry.shape[0] * output_rows // total_rows, *entry.shape[1:])
     return PlannedTensor(entry.name, entry.dtype, shape, tuple(pieces), entry)
 
 
-def _pooled(
-    sources: tuple[ByteRange, ...], dtype: str, rows: int, row_size: int, role: Role, key: str
-) -> CopyPiece | PoolPiece:
+def _pooled(sources: tuple[Place, ...], entry: TensorEntry, rows: int, row_size: int, role: Role, key: str) -> Piece:
     if len(sources) == 1:
-        return CopyPiece(sources[0])
-    return PoolPiece(sources, dtype, rows, row_size, role, key)
+        return _unchanged(sources[0], entry)
+    return PoolPiece(sources, entry.dtype, rows, row_size, role, key)
+
+
+def _unchanged(place: Place, entry: TensorEntry) -> CopyPiece | CastPiece:
+    return CopyPiece(place) if isinstance(place, ByteRange) else CastPiece(place, entry.dtype, entry.name)
 
 
 def _norm_list(site: AttentionSite, tensor: SiteTensor, target: AttentionGeometry) -> Iterator[PlannedTensor]:
@@ -403,7 +470,7 @@ def _norm_list(site: AttentionSite, tensor: SiteTensor, target: AttentionGeometr
         name = f"{site.prefix}{tensor.name}.norms.{head}.{tensor.leaf}"
         entry = siblings[heads[0]]
         sources = tuple(_bytes(siblings[number]) for number in heads)
-        piece = _pooled(sources, entry.dtype, entry.numel, 1, Role.NORM, name)
+        piece = _pooled(sources, entry, entry.numel, 1, Role.NORM, name)
         yield PlannedTensor(name, entry.dtype, entry.shape, (piece,), entry)
 
 
@@ -464,9 +531,12 @@ def _shard(name: str, tensors: list[PlannedTensor], metadata: Mapping[str, str])
 
 
 def cache_bytes_per_token(plan: ConversionPlan) -> dict[str, int]:
-    """KV-cache bytes a token before and after, in the type of K before and after."""
+    """KV-cache bytes a token of the decoder before and after, in the type of K before and after.
+
+    What cross-attention keeps for each token of an encoder is not in it; it shrinks by the same factor.
+    """
     geometry = plan.source_geometry
-    width = (geometry.head_dim + geometry.value_head_dim) * len(plan.checkpoint.sites)
+    width = (geometry.head_dim + geometry.value_head_dim) * plan.checkpoint.self_attentions
     changed = plan.changed[0]
     return {
         "source": width * geometry.num_key_value_heads * dtypes.BITS[changed.source.dtype] // 8,
@@ -496,6 +566,7 @@ def fingerprint(plan: ConversionPlan, source: LocalFolder) -> str:
         "recipe": recipe_document(plan.recipe),
         "source": [(shard.shard, source.stamp(shard.shard), list(shard.entries)) for shard in shards],
         "config": plan.config,
+        "code": plan.code,
         "sidecars": [(name, source.stamp(name)) for name in plan.sidecars.names],
         "headers": [(shard.name, hashlib.sha256(shard.header).hexdigest()) for shard in plan.shards],
     }

@@ -1,13 +1,18 @@
 """Reading byte ranges of a plan's sources."""
 
+from __future__ import annotations
+
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import CheckpointError
-from gqaconvert.planning import WORK, ByteRange
+from gqaconvert.planning import WORK, ByteRange, ColumnRange, Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SourceReader(ExitStack):
@@ -18,6 +23,7 @@ class SourceReader(ExitStack):
         self._folder = folder
         self._staging_folder = staging_folder
         self._files: dict[str, BinaryIO] = {}
+        self._matrix: tuple[ByteRange, Tensor] | None = None  # the last one that was read by columns
 
     def descriptor(self, shard: str) -> int:
         """An open file."""
@@ -26,8 +32,10 @@ class SourceReader(ExitStack):
             self._files[shard] = self.enter_context(path.open("rb", buffering=0))
         return self._files[shard].fileno()
 
-    def read(self, place: ByteRange, offset: int = 0, count: int | None = None) -> bytearray:
-        """Bytes of a range, or a part of it."""
+    def read(self, place: Place, offset: int = 0, count: int | None = None) -> bytearray:
+        """Bytes of a range, or a part of it (of whole elements)."""
+        if isinstance(place, ColumnRange):
+            return self._read_columns(place, offset, place.nbytes if count is None else count)
         data = bytearray(place.nbytes if count is None else count)
         view, start = memoryview(data), place.start + offset
         while view:
@@ -35,4 +43,20 @@ class SourceReader(ExitStack):
             if done == 0:
                 raise CheckpointError(f"{place.shard} became shorter while it was read")
             view, start = view[done:], start + done
+        return data
+
+    def _read_columns(self, place: ColumnRange, offset: int, count: int) -> bytearray:
+        import torch
+
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[place.itemsize]
+        whole = ByteRange(place.shard, place.start, place.height * place.width * place.itemsize)
+        if self._matrix is None or self._matrix[0] != whole:
+            self._matrix = whole, torch.frombuffer(self.read(whole), dtype=kind).view(place.height, place.width)
+        rows = self._matrix[1][:, place.first : place.first + place.columns].T
+        # Only as many of them as are asked for are copied together.
+        start, stop = offset // place.itemsize, (offset + count) // place.itemsize
+        first, last = start // place.height, -(-stop // place.height)
+        data = bytearray(count)
+        part = rows[first:last].flatten()[start - first * place.height : stop - first * place.height]
+        torch.frombuffer(data, dtype=kind).copy_(part)
         return data

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.index import CheckpointIndex
 from gqaconvert.errors import CheckpointError
+from gqaconvert.families.shipped import FILE
 
 CONFIG, PROVENANCE, CARD, SOURCE_CARD = "config.json", "gqaconvert.json", "README.md", "README.source.md"
-GENERATED = frozenset((CONFIG, PROVENANCE, CARD))
+GENERATED = frozenset((CONFIG, PROVENANCE, CARD, FILE))
 """Files that a conversion writes itself."""
 
 # A deny-list: an allow-list would one day miss a processor's or a template's file. What is denied is either weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqaconvert.checkpoint.files import LocalFolder
-from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance, hash_file
 from gqaconvert.errors import CheckpointError
@@ -66,9 +66,12 @@ def read_tensors(work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:
 
 
 def read_tensor(entry: TensorEntry, sources: SourceReader) -> Tensor:
-    """One tensor as it is stored in the source."""
+    """One tensor of the source, in its type; matrices as (out, in)."""
     data = sources.read(ByteRange(entry.shard, entry.start, entry.nbytes))
-    return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).view(entry.shape)
+    values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype))
+    if isinstance(entry, Transposed):
+        return values.view(entry.shape[::-1]).T
+    return values.view(entry.shape)
 
 
 def read_heads(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> AttentionHeads:

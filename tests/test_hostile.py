@@ -263,7 +263,7 @@ def test_quantization_config(source: Path, value: object) -> None:
 @pytest.mark.parametrize(
     ("model_type", "word"),
     [
-        ("lama", "llama"), ("qwen4", "qwen3"), ("zzz", "known: "), ("gpt2", "no setting"), ("deepseek_v3", "MLA"),
+        ("lama", "llama"), ("qwen4", "qwen3"), ("zzz", "known: "), ("codegen", "no setting"), ("deepseek_v3", "MLA"),
         ("mamba", "no softmax"), (["llama"], "no model_type"),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_inspect(tmp_path: Path) -> None:
     validate(broken, "inspect-1")
 
 
-@pytest.mark.parametrize("model_type", ["unheard_of", "gpt2", "deepseek_v3", "mamba", "", None])
+@pytest.mark.parametrize("model_type", ["unheard_of", "codegen", "deepseek_v3", "mamba", "", None])
 def test_inspect_of_what_cannot_be_converted(tmp_path: Path, model_type: str | None) -> None:
     source = llama_checkpoint(tmp_path / "source")
     edit_config(source, model_type=model_type)

@@ -39,6 +39,17 @@ class TensorEntry(NamedTuple):
         return math.prod(self.shape)
 
 
+class Transposed(TensorEntry):
+    """A matrix that is stored (in, out), as GPT-2's Conv1D does it; ``shape`` says (out, in), as everywhere else."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, entry: TensorEntry) -> "Transposed":
+        """A stored matrix, seen the other way round."""
+        return cls(*entry._replace(shape=entry.shape[::-1]))
+
+
 @dataclass(frozen=True)
 class ShardHeader:
     """What one shard's header says. ``data_start`` and ``data_bytes`` in bytes."""

@@ -4,7 +4,7 @@ Checked against the stock classes of transformers 5.24: strict load and logits o
 source with each group's heads replaced by their mean (tests/families).
 """
 
-from gqaconvert.families.family import KV_HEADS, Family, Form, Layout, Part, Position
+from gqaconvert.families.family import KV_HEADS, SHIPPED, Default, Family, Form, Layout, Part, Position
 
 SEPARATE = {"q_proj": Part.QUERY, "k_proj": Part.KEY, "v_proj": Part.VALUE, "o_proj": Part.OUTPUT}
 SHARED_NORMS = SEPARATE | {"q_norm": Part.UNTOUCHED, "k_norm": Part.KEY_NORM_SHARED}
@@ -33,11 +33,60 @@ FALCON_CAUTION = (
 
 CLIP_CAUTION = "clip_qkv: the mean of clipped keys is not the clipped mean of the keys"
 
+ENCODER_CAUTION = (
+    "the decoder's self-attention and cross-attention share heads, the encoder is untouched; cross-attention caches as "
+    "many bytes for every token of the encoder as the self-attention for every token of the decoder"
+)
+
 NO_COUNT = "its stock class in transformers has no setting for fewer KV heads, so nothing could load the result"
 
 
-def _not_native(name: str, parts: dict[str, Part], **fields: object) -> Family:
-    return Family(name, (name,), parts, forms=(), refusal=NO_COUNT, **fields)  # type: ignore[arg-type]
+GPT2_ONE = Form(
+    {"model_type": "gpt_bigcode", "multi_query": True, "activation_function": Default("gelu_new")},
+    frozenset({"one"}),
+    Layout.BLOCKS,
+    requires={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    classes={
+        "GPT2LMHeadModel": "GPTBigCodeForCausalLM",
+        "GPT2Model": "GPTBigCodeModel",
+        "GPT2ForSequenceClassification": "GPTBigCodeForSequenceClassification",
+        "GPT2ForTokenClassification": "GPTBigCodeForTokenClassification",
+    },
+    linear=r"\.(attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$",
+    drops=r"\.attn\.(bias|masked_bias)$",
+)
+"""With one KV head, stock gpt_bigcode computes what GPT-2 does; its projections are plain linear layers."""
+
+
+def _causal(name: str, head: str | None = None) -> dict[str, str]:
+    return {"AutoModel": f"{name}Model", "AutoModelForCausalLM": head or f"{name}ForCausalLM"}
+
+
+def _t5(model_type: str, name: str) -> Family:
+    """Encoder-decoders with T5's layers: scores without a scale, a relative bias for each query head."""
+    parts = {"q": Part.QUERY, "k": Part.KEY, "v": Part.VALUE, "o": Part.OUTPUT}
+    return Family(
+        model_type, (model_type,), parts | {"relative_attention_bias": Part.UNTOUCHED},
+        stack="decoder.block", attention="layer.0.SelfAttention", cross_attention="layer.1.EncDecAttention",
+        position=Position.RELATIVE, forms=(SHIPPED,), heads=("num_heads",), layers=("num_decoder_layers", "num_layers"),
+        classes={"AutoModel": f"{name}Model", "AutoModelForSeq2SeqLM": f"{name}ForConditionalGeneration"},
+        caution=ENCODER_CAUTION,
+    )  # fmt: skip
+
+
+# Whisper's config class takes num_key_value_heads for another name of encoder_attention_heads.
+WHISPER = Form({"decoder_key_value_heads": KV_HEADS}, frozenset({"one", "some"}), shipped=True)
+
+
+def _bart(model_type: str, name: str, auto: str = "AutoModelForSeq2SeqLM", form: Form = SHIPPED, **more: str) -> Family:
+    """Encoder-decoders with Bart's layers."""
+    classes = {"AutoModel": f"{name}Model", auto: f"{name}ForConditionalGeneration"} | more
+    return Family(
+        model_type, (model_type,), OUT_PROJ, stack="decoder.layers", cross_attention="encoder_attn",
+        position=Position.LEARNED, forms=(form,), heads=("decoder_attention_heads",), layers=("decoder_layers",),
+        classes=classes,
+        caution=ENCODER_CAUTION,
+    )  # fmt: skip
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -119,22 +168,48 @@ FAMILIES: tuple[Family, ...] = (
         ),
         when={"multi_query": False}, defaults={"multi_query": True},
     ),
+    # Stock classes without a setting for fewer KV heads: the output brings a modelling file of ours.
+    Family(
+        "gpt_neox", ("gpt_neox",), FUSED, attention="attention", layout=Layout.GROUPS, rotary_fraction=0.25,
+        forms=(SHIPPED,), classes=_causal("GPTNeoX"),
+    ),
+    Family(
+        "gpt2", ("gpt2",), {"c_attn": Part.QKV, "c_proj": Part.OUTPUT}, stack="h", attention="attn",
+        layout=Layout.BLOCKS, conv1d=frozenset(("c_attn", "c_proj")), position=Position.LEARNED,
+        forms=(GPT2_ONE, SHIPPED), defaults={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        classes=_causal("GPT2", "GPT2LMHeadModel"),
+    ),
+    Family("opt", ("opt",), OUT_PROJ, position=Position.LEARNED, forms=(SHIPPED,), classes=_causal("OPT")),
+    Family(
+        "gptj", ("gptj",), OUT_PROJ, stack="h", attention="attn", position=Position.ROPE_PAIRS, forms=(SHIPPED,),
+        classes=_causal("GPTJ"),
+    ),
+    Family(
+        "bloom", ("bloom",), FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS,
+        position=Position.ALIBI, forms=(SHIPPED,), classes=_causal("Bloom"),
+    ),
+    Family(
+        "mpt", ("mpt",), {"Wqkv": Part.QKV, "out_proj": Part.OUTPUT}, stack="blocks", attention="attn",
+        layout=Layout.BLOCKS, position=Position.ALIBI, forms=(SHIPPED,), classes=_causal("Mpt"),
+    ),
+    _t5("t5", "T5"),
+    _t5("mt5", "MT5"),
+    _t5("umt5", "UMT5"),
+    _bart("bart", "Bart", AutoModelForCausalLM="BartForCausalLM"),
+    _bart("whisper", "Whisper", "AutoModelForSpeechSeq2Seq", WHISPER),
+    _bart("mbart", "MBart"),
+    _bart("pegasus", "Pegasus"),
+    _bart("m2m_100", "M2M100"),
+    _bart("marian", "Marian", AutoModelForSeq2SeqLM="MarianMTModel"),
+    Family(
+        "gpt_neo", ("gpt_neo",), OUT_PROJ, stack="h", attention="attn.attention", position=Position.LEARNED,
+        forms=(SHIPPED,), heads=("num_heads", "num_attention_heads"), classes=_causal("GPTNeo"),
+    ),
+    Family(
+        "persimmon", ("persimmon",), FUSED | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED},
+        layout=Layout.GROUPS, rotary_fraction=0.5, forms=(SHIPPED,), classes=_causal("Persimmon"),
+    ),
     # Known, and refused: inspect names them, convert says why.
-    _not_native("gpt_neox", FUSED, attention="attention", layout=Layout.GROUPS, rotary_fraction=0.25),
-    _not_native("bloom", FUSED, stack="h", attention="self_attention", layout=Layout.GROUPS, position=Position.ALIBI),
-    _not_native(
-        "persimmon",
-        FUSED | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED},
-        layout=Layout.GROUPS,
-        rotary_fraction=0.5,
-    ),
-    _not_native(
-        "mpt", {"Wqkv": Part.QKV, "out_proj": Part.OUTPUT},
-        stack="blocks", attention="attn", layout=Layout.BLOCKS, position=Position.ALIBI,
-    ),
-    _not_native("gptj", OUT_PROJ, stack="h", attention="attn", position=Position.ROPE_PAIRS),
-    _not_native("gpt_neo", OUT_PROJ, stack="h", attention="attn.attention", position=Position.LEARNED),
-    _not_native("opt", OUT_PROJ, position=Position.LEARNED),
     Family(
         "diffllama", ("diffllama",),
         SEPARATE | dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"), Part.UNTOUCHED),
@@ -143,8 +218,7 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 REFUSED_TYPES: dict[str, str] = {
-    **dict.fromkeys(("gpt2", "codegen"), NO_COUNT),
-    **dict.fromkeys(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "whisper", "marian"), NO_COUNT),
+    "codegen": NO_COUNT,
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash"),
         "latent attention (MLA) already caches one compressed vector for all heads; there are no KV heads to merge",

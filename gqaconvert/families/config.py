@@ -8,7 +8,7 @@ from typing import Any
 from gqaconvert.errors import CheckpointError
 
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "decoder_key_value_heads")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 CONTEXT = ("max_position_embeddings", "n_positions")

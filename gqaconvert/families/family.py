@@ -6,6 +6,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from gqaconvert.families import config
+
 
 class Part(Enum):
     """The role of a tensor (or of its weight and bias) inside one attention module."""
@@ -52,6 +54,14 @@ class KvHeads(Enum):
 
 KV_HEADS: Final = KvHeads.COUNT
 
+
+@dataclass(frozen=True)
+class Default:
+    """Stands, in a `Form`'s config values, for what the source's class assumes where config.json does not say."""
+
+    value: object
+
+
 Count = Literal["one", "some", "all"]
 """Which KV-head counts: 1, 1 < G < H, or G = H."""
 
@@ -62,19 +72,32 @@ def _frozen(items: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """A shape in which the family's stock class holds certain KV-head counts.
+    """A shape in which certain KV-head counts can be written.
 
     Attributes:
-        config: keys of config.json to set; `KV_HEADS` stands for the count.
+        config: keys of config.json to set; `KV_HEADS` stands for the count, a `Default` is set only where absent.
         counts: the counts that this form can express.
         layout: of the output, None for the source's.
         requires: config values without which the form does not exist.
+        shipped: the stock class has no such setting; the output brings a modelling file of ours that has
+            (`families.shipped`), which needs the family's ``classes``.
+        classes: the source's class -> the output's, where the form is of another model_type.
+        linear: pattern of the tensors outside Q, K and V that this form stores (out, in), and the source (in, out).
+        drops: pattern of buffers that this form's class does not know.
     """
 
     config: Mapping[str, Any] = field(default_factory=lambda: _frozen({"num_key_value_heads": KV_HEADS}))
     counts: frozenset[Count] = frozenset(("one", "some", "all"))
     layout: Layout | None = None
     requires: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
+    shipped: bool = False
+    classes: Mapping[str, str] = field(default_factory=lambda: _frozen({}))
+    linear: str | None = None
+    drops: str | None = None
+
+
+SHIPPED = Form(counts=frozenset(("one", "some")), shipped=True)
+"""Stock classes have no setting for it; ours takes the KV-head count under the usual name."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,10 @@ class Family:
         model_types: config.json's ``model_type`` values.
         stack: last component of the path of the decoder's layers ("layers" in ``model.layers.7.self_attn``).
         attention: path of the attention module inside a layer.
+        cross_attention: path of a second one that reads an encoder's states, in the decoders that have it.
         parts: names inside the attention module -> their role. Names not listed here are refused.
         layout: of the projections.
+        conv1d: names inside the attention module whose weights are stored (in, out).
         position: the position scheme.
         rotary_fraction: part of a head that is rotated, where the config does not say.
         attention_adds: the attention's output is added to the residual stream as it is; not where a norm or a
@@ -95,6 +120,9 @@ class Family:
         forms: what can be written; empty if the stock class has no KV-head count.
         when: config values that select this family among those with the same model_type.
         defaults: what the stock config class assumes for the keys of ``when`` and of the forms' ``requires``.
+        heads: config keys of the number of query heads, the first that is set counts.
+        layers: config keys of the number of decoder layers.
+        classes: auto class -> stock class, of those that a modelling file of ours can stand for.
         refusal: why nothing can be converted, for families that are known and refused.
         caution: a truth about this family that its user should hear.
     """
@@ -104,15 +132,25 @@ class Family:
     parts: Mapping[str, Part]
     stack: str = "layers"
     attention: str = "self_attn"
+    cross_attention: str | None = None
     layout: Layout = Layout.SEPARATE
+    conv1d: frozenset[str] = frozenset()
     position: Position = Position.ROPE_HALF
     rotary_fraction: float = 1.0
     attention_adds: bool = True
     forms: tuple[Form, ...] = (Form(),)
     when: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
     defaults: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
+    heads: tuple[str, ...] = config.HEADS
+    layers: tuple[str, ...] = config.LAYERS
+    classes: Mapping[str, str] = field(default_factory=lambda: _frozen({}))
     refusal: str | None = None
     caution: str | None = None
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """Paths of all attention modules inside a layer."""
+        return (self.attention,) if self.cross_attention is None else (self.attention, self.cross_attention)
 
     def caution_for(self, config: Mapping[str, Any]) -> str | None:
         """The caution; one that begins with a config key ("key: ...") only where that key is set."""

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed
 from gqaconvert.errors import CheckpointError, HeadCountError, UnsupportedFormatError, UnsupportedModelError
-from gqaconvert.families.config import HEAD_DIM, HEADS, KV_HEADS, LAYERS, ModelConfig
+from gqaconvert.families.config import HEAD_DIM, HIDDEN, KV_HEADS, ModelConfig
 from gqaconvert.families.family import KV_HEADS as COUNT
-from gqaconvert.families.family import Count, Family, Form, Layout, Part
+from gqaconvert.families.family import Count, Default, Family, Form, Layout, Part
+from gqaconvert.families.shipped import shipped_keys, stock_class
 
 # Buffers that old checkpoints carry inside attention modules.
 _BUFFERS = frozenset(("rotary_emb.inv_freq", "bias", "masked_bias"))
@@ -68,16 +69,33 @@ class SiteTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention module. ``prefix`` ends with the module's name and a dot."""
+    """One attention module. ``prefix`` ends with the module's name and a dot.
+
+    Attributes:
+        cross: whether its keys and values come from an encoder; they are cached once, not token by token.
+    """
 
     prefix: str
     layer: int
     tensors: tuple[SiteTensor, ...]
     geometry: AttentionGeometry
+    cross: bool = False
 
     def find(self, part: Part, leaf: str = "weight") -> TensorEntry | None:
         """The tensor with this role, None if there is none."""
         return next((t.entry for t in self.tensors if t.part is part and t.leaf == leaf), None)
+
+
+class _Module(NamedTuple):
+    """Where an attention module is: ``stack`` ends with a dot."""
+
+    stack: str
+    layer: int
+    attention: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.stack}{self.layer}.{self.attention}."
 
 
 _REWRITTEN = frozenset((Part.QUERY, Part.KEY, Part.VALUE, Part.QKV))
@@ -101,28 +119,28 @@ def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: Model
         UnsupportedModelError: names inside the attention that the family does not declare, or two decoders.
     """
     refuse_foreign_names(entries)
-    heads = config.count(HEADS)
+    heads = config.count(family.heads)
     if heads is None:
-        raise CheckpointError(f"config.json has no number of attention heads ({', '.join(HEADS[:2])})")
-    pattern = re.compile(
-        rf"(.*?(?:^|\.){re.escape(family.stack)}\.(\d+)\.{re.escape(family.attention)}\.)(.+)", re.DOTALL
-    )
-    found: dict[str, list[SiteTensor]] = {}
-    layers: dict[str, int] = {}
+        raise CheckpointError(f"config.json has no number of attention heads ({', '.join(family.heads[:2])})")
+    hidden = config.count(HIDDEN) if family.conv1d else None
+    modules = "|".join(map(re.escape, family.attentions))
+    pattern = re.compile(rf"(.*?(?:^|\.){re.escape(family.stack)}\.)(\d+)\.({modules})\.(.+)", re.DOTALL)
+    found: dict[_Module, list[SiteTensor]] = {}
     for name, entry in entries.items():
-        # Two cheap tests first: most names of a large model are no attention.
-        if family.attention not in name or (match := pattern.fullmatch(name)) is None or _TOWERS.search(match[1]):
+        # Cheap tests first: most names of a large model are no attention.
+        if not any(attention in name for attention in family.attentions) or (match := pattern.fullmatch(name)) is None:
             continue
-        tensor = _site_tensor(entry, match[3], family)
-        if tensor is not None:
-            layers[match[1]] = int(match[2])
-            found.setdefault(match[1], []).append(tensor)
-    _check_stack(found, layers, family, config)
+        if not _TOWERS.search(match[1]) and (tensor := _site_tensor(entry, match[4], family, hidden)) is not None:
+            found.setdefault(_Module(match[1], int(match[2]), match[3]), []).append(tensor)
+    _check_stack(found, family, config)
     sites = [
-        AttentionSite(prefix, layers[prefix], tuple(tensors), _geometry(prefix, tensors, heads, config))
-        for prefix, tensors in found.items()
-    ]
-    sites.sort(key=lambda site: site.layer)
+        AttentionSite(
+            module.prefix, module.layer, tuple(tensors), _geometry(module.prefix, tensors, heads, config),
+            module.attention == family.cross_attention,
+        )
+        for module, tensors in found.items()
+    ]  # fmt: skip
+    sites.sort(key=lambda site: (site.layer, site.cross))
     for site in sites:
         if site.geometry != sites[0].geometry:
             raise UnsupportedModelError(
@@ -160,7 +178,7 @@ def refuse_foreign_names(names: Iterable[str]) -> None:
             )
 
 
-def _site_tensor(entry: TensorEntry, inner: str, family: Family) -> SiteTensor | None:
+def _site_tensor(entry: TensorEntry, inner: str, family: Family, hidden: int | None) -> SiteTensor | None:
     """The role of a tensor by its name inside the attention module, None for what is never touched."""
     if inner in _BUFFERS:
         return None
@@ -181,28 +199,32 @@ def _site_tensor(entry: TensorEntry, inner: str, family: Family) -> SiteTensor |
             f"tensor {entry.name!r} is empty: a placeholder of DeepSpeed ZeRO-3",
             hint="gather the weights first: python zero_to_fp32.py . OUT --safe_serialization",
         )
+    # A modelling file of ours holds the fused projection the usual way round, and then its first size is another.
+    if name in family.conv1d and leaf == "weight" and len(entry.shape) == 2 and entry.shape[0] == hidden:
+        entry = Transposed.of(entry)
     return SiteTensor(entry, name, part, leaf, number)
 
 
-def _check_stack(
-    found: Mapping[str, list[SiteTensor]], layers: Mapping[str, int], family: Family, config: ModelConfig
-) -> None:
-    if not found:
+def _check_stack(found: Iterable[_Module], family: Family, config: ModelConfig) -> None:
+    modules = list(found)
+    if not modules:
         raise CheckpointError(
             f"no tensor is named like the attention of family {family.name!r} ({family.stack}.N.{family.attention}.*)",
             hint="--family NAME chooses another layout",
         )
-    stacks = {prefix[: prefix.rindex(f"{family.stack}.")] for prefix in found}
-    if len(stacks) > 1:
+    if len(stacks := {module.stack for module in modules}) > 1:
         raise UnsupportedModelError(f"several decoders in one checkpoint: {', '.join(sorted(stacks))}")
-    expected = config.count(LAYERS)
-    numbers = sorted(layers.values())
-    if expected is not None and numbers != list(range(expected)):
-        lost = sorted(set(range(expected)) - set(numbers))[:5]
-        raise CheckpointError(
-            f"config.json says {expected} layers, {len(numbers)} have attention tensors"
-            + (f"; missing: layer {', '.join(map(str, lost))}" if lost else "")
-        )
+    by_attention = [{module.layer for module in modules if module.attention == path} for path in family.attentions]
+    # A layer with both kinds of attention means that all have both; otherwise the kinds share the layers among them.
+    both = len(by_attention) > 1 and bool(by_attention[0] & by_attention[1])
+    expected = config.count(family.layers)
+    for numbers in by_attention if both else [set.union(*by_attention)]:
+        if expected is not None and numbers != set(range(expected)):
+            lost = sorted(set(range(expected)) - numbers)[:5]
+            raise CheckpointError(
+                f"config.json says {expected} layers, {len(numbers)} have attention tensors"
+                + (f"; missing: layer {', '.join(map(str, lost))}" if lost else "")
+            )
 
 
 def _geometry(prefix: str, tensors: list[SiteTensor], heads: int, config: ModelConfig) -> AttentionGeometry:
@@ -316,6 +338,26 @@ def _form(family: Family, config: ModelConfig, target: AttentionGeometry) -> For
         if name in form.counts and config.matches(form.requires, family.defaults):
             return form
     return None
+
+
+def config_changes(family: Family, form: Form, config: ModelConfig, kv_heads: int) -> dict[str, Any]:
+    """The keys of config.json to set, and their values.
+
+    Raises:
+        UnsupportedModelError: the form has no class that stands for this model's, stock or ours.
+    """
+    changes: dict[str, Any] = {}
+    for key, value in form.config.items():
+        if not isinstance(value, Default):
+            changes[key] = kv_heads if value is COUNT else value
+        elif key not in config.text:
+            changes[key] = value.value
+    if form.classes:
+        stock = stock_class(config.raw) or next(iter(form.classes))
+        if stock not in form.classes:
+            raise UnsupportedModelError(f"{changes['model_type']} has no counterpart of the class {stock}")
+        changes["architectures"] = [form.classes[stock]]
+    return changes | (shipped_keys(family, config) if form.shipped else {})
 
 
 def output_layout(family: Family, form: Form) -> Layout:

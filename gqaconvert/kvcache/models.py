@@ -298,12 +298,13 @@ def _encoder_decoder(config: ModelConfig) -> CacheModel:
         layers = _need(config, ("decoder_layers",), "number of decoder layers")
         heads = _need(config, ("decoder_attention_heads",), "number of decoder heads")
         dim = _need(config, ("d_model",), "hidden size") // heads
+    kv_heads = config.count(KV_HEADS) or heads
     held: list[CacheLayer] = []
     for layer in range(layers):
-        held += [AttentionCache(layer, heads, dim, dim), CrossCache(layer, heads, dim, dim)]
+        held += [AttentionCache(layer, kv_heads, dim, dim), CrossCache(layer, kv_heads, dim, dim)]
     encoder = _context(config, ("max_source_positions", "max_position_embeddings", "n_positions"))
     return CacheModel(
-        config.model_type, heads, heads, layers, tuple(held), "self and cross attention in every decoder layer",
+        config.model_type, heads, kv_heads, layers, tuple(held), "self and cross attention in every decoder layer",
         _context(config, ("max_target_positions", "max_position_embeddings")), encoder,
     )  # fmt: skip
 
@@ -312,7 +313,7 @@ def fitted(model: CacheModel, kv_heads: int, head_dim: int, value_dim: int) -> C
     """The model with the heads that its weights have, which outrank the config's defaults."""
     layers = tuple(
         replace(layer, kv_heads=kv_heads, key_dim=head_dim, value_dim=value_dim)
-        if isinstance(layer, AttentionCache)
+        if isinstance(layer, (AttentionCache, CrossCache))
         else layer
         for layer in model.layers
     )

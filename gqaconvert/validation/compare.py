@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gqaconvert.checkpoint import dtypes
+from gqaconvert.checkpoint.headers import Transposed
 from gqaconvert.validation.numbers import CHUNK_BYTES, Deviation, Shards, slices
 from gqaconvert.validation.pair import Pair
 from gqaconvert.validation.rows import ExpectedTensor, Segment
@@ -31,7 +32,9 @@ def compare_tensors(pair: Pair, comparable: frozenset[str], advance: Advance) ->
             if tensor.name not in comparable or tensor.name in merged:
                 continue
             counts[tensor.kind] += 1
-            if tensor.kind == "untouched" and pair.index.entries[tensor.name].dtype == tensor.dtype:
+            bitwise = pair.index.entries[tensor.name].dtype == tensor.dtype
+            bitwise = bitwise and not isinstance(tensor.source, Transposed)
+            if tensor.kind == "untouched" and bitwise:
                 fault = _changed(tensor, pair, source, output, advance)
                 faults["untouched"] += [fault] if fault else []
             elif pair.expectation.promise == "drawn" and tensor.kind != "norms" and tensor.kind != "untouched":

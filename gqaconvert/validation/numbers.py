@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gqaconvert.checkpoint.dtypes import BITS, TORCH_NAMES
-from gqaconvert.checkpoint.headers import TensorEntry
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed
 from gqaconvert.errors import StorageError
 
 CHUNK_BYTES = 4 * 2**20
@@ -56,6 +56,9 @@ class Shards:
 
     def rows(self, entry: TensorEntry, start: int, count: int, row_size: int) -> Tensor:
         """Rows of a tensor in its stored type: (count, row_size)."""
+        if isinstance(entry, Transposed):
+            stored = TensorEntry(*entry)._replace(shape=entry.shape[::-1])
+            return self.tensor(stored).T[start : start + count]
         row_bytes = row_size * BITS[entry.dtype] // 8
         data = bytearray(self.read(entry, start * row_bytes, count * row_bytes))
         if not data:

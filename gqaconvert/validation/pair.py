@@ -9,10 +9,10 @@ from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.index import CheckpointIndex, read_index, read_json
 from gqaconvert.errors import GqaConvertError, InputError
-from gqaconvert.families import KV_HEADS, Layout, Part
+from gqaconvert.families import Layout, Part
 from gqaconvert.families.config import KV_HEADS as KV_HEAD_KEYS
 from gqaconvert.families.config import ModelConfig
-from gqaconvert.families.sites import form_for, output_layout, rewritten
+from gqaconvert.families.sites import config_changes, form_for, output_layout, rewritten
 from gqaconvert.inspection import Checkpoint, read_checkpoint, read_provenance
 from gqaconvert.sidecars import CONFIG
 from gqaconvert.validation.methods import EXPECTATIONS, Expectation
@@ -128,11 +128,12 @@ def open_pair(source: LocalFolder, folder: LocalFolder, *, family: str | None = 
     chosen, geometry = before.require_family(), sites[0].geometry
     changes: Mapping[str, Any] = {}
     layouts = (chosen.layout, chosen.layout)
+    form = None
     if count != geometry.num_key_value_heads:
         form = form_for(chosen, before.config, geometry, count)
-        changes = {key: count if value is KV_HEADS else value for key, value in form.config.items()}
+        changes = config_changes(chosen, form, before.config, count)
         layouts = (chosen.layout, output_layout(chosen, form))
-    expected = expected_tensors(before.index.entries, sites, layouts, count)
+    expected = expected_tensors(before.index.entries, sites, layouts, count, form)
     return Pair(before, index, config, record, count, layouts, changes, tuple(expected))
 
 

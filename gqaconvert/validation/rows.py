@@ -5,14 +5,15 @@ the rows of a projection are numbered, the numbers are reshaped as a stock ``for
 what comes out says where each head lies.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gqaconvert.checkpoint.headers import TensorEntry
-from gqaconvert.families import Layout, Part
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed
+from gqaconvert.families import Form, Layout, Part
 from gqaconvert.families.sites import AttentionGeometry, AttentionSite, SiteTensor
 
 
@@ -112,15 +113,20 @@ def expected_tensors(
     sites: tuple[AttentionSite, ...],
     layouts: tuple[Layout, Layout],
     kv_heads: int,
+    form: Form | None = None,
 ) -> list[ExpectedTensor]:
-    """Every tensor of an output with ``kv_heads`` KV heads, in the source's order."""
+    """Every tensor of an output with ``kv_heads`` KV heads in this form, in the source's order."""
     roles = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
     expected: list[ExpectedTensor] = []
     for name, entry in entries.items():
         site, tensor = roles.get(name, (None, None))
         if site is not None and tensor is not None and tensor.part in COMPUTED:
             expected += computed_tensors(site, tensor, layouts, site.geometry.with_kv_heads(kv_heads))
+        elif form is not None and site is None and form.drops and re.search(form.drops, name):
+            continue
         else:
+            if form is not None and form.linear and re.search(form.linear, name):
+                entry = Transposed.of(entry)
             rows = entry.shape[0] if entry.shape else 1
             layer = -1 if site is None else site.layer
             whole = (Segment(0, rows, ((entry, 0),)),)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families.reference import (
@@ -116,15 +119,17 @@ class Case:
         config = AutoConfig.for_model(self.model_type, **{**self.base, **self.overrides})
         auto: Any = AutoModelForCausalLM  # its methods are not annotated
         model: PreTrainedModel = auto.from_config(config, dtype=torch.float32).eval()
-        _randomise(model, seed=zlib.crc32(self.name.encode()))
+        randomise(model, seed=zlib.crc32(self.name.encode()))
         return model
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int) -> None:
     """Give every parameter values of its own, so that a tensor left out or misplaced shows in the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # sinusoids, which are computed anew and not stored
+                continue
             if name.endswith("weight") and (parameter.dim() == 1 or "norm" in name):
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
             elif name.endswith(("bias", "sinks")):
@@ -132,6 +137,15 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             elif parameter.dim() > 1:
                 fan_in = 4 if parameter.shape[0] == VOCABULARY else parameter.shape[-1]
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * fan_in**-0.5)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's files, by name."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as shard:
+            tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
+    return tensors
 
 
 CASES: tuple[Case, ...] = (

@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from gqaconvert.cli.app import app
-from tests.families.cases import CASES, VOCABULARY, Case
+from tests.families.cases import CASES, VOCABULARY, Case, tensors_of
 from tests.families.reference import QUERY_HEADS, expanded_reference, key_and_value_exchanged, strided
 
 # Relative to the largest logit of the reference (15 to 90 here), and absolute where that is below 1. The
@@ -189,7 +188,7 @@ def test_cache_holds_the_pooled_heads(conversion: Conversion) -> None:
 
 @pytest.mark.parametrize("conversion", PAIRS, indirect=True)
 def test_nothing_but_keys_and_values_changes(conversion: Conversion) -> None:
-    before, after = _tensors(conversion.source.folder), _tensors(conversion.folder)
+    before, after = tensors_of(conversion.source.folder), tensors_of(conversion.folder)
     may_change = re.compile(conversion.case.may_change)
     kept = {name for name in before if not may_change.search(name)}
     assert kept
@@ -253,14 +252,6 @@ def _cache(model: PreTrainedModel) -> list[Tensor]:
     """Return the cached K and V of every layer, each (batch, heads, tokens, head_dim)."""
     layers = model(TOKENS, use_cache=True).past_key_values.layers
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as shard:
-            tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
-    return tensors
 
 
 def _table(rows: list[Row]) -> str:
