@@ -3,6 +3,7 @@
 from typing import Any
 
 from gqaconvert import __version__
+from gqaconvert.families.shipped import FILE
 from gqaconvert.merge import SITE_METHODS
 from gqaconvert.planning import ConversionPlan, cache_bytes_per_token
 from gqaconvert.sidecars import SOURCE_CARD
@@ -25,8 +26,11 @@ def model_card(plan: ConversionPlan, source_card: str) -> str:
         fields = {"base_model": repo_id, **fields}
     cache = cache_bytes_per_token(plan)
     kind = "multi-query" if target.num_key_value_heads == 1 else "grouped-query"
-    if target.num_key_value_heads == source.num_attention_heads:
-        kind = "multi-head"
+    title = f"{kind} attention with {target.num_key_value_heads} KV heads"
+    if plan.recipe.expanded:
+        title = f"multi-head attention with {plan.recipe.num_key_value_heads} different KV heads"
+    elif target.num_key_value_heads == source.num_attention_heads:
+        title = f"multi-head attention with {target.num_key_value_heads} KV heads"
     name = repo_id or plan.checkpoint.files.label.rstrip("/").rpartition("/")[2]
     rows = [
         ("KV heads", str(source.num_key_value_heads), str(target.num_key_value_heads)),
@@ -37,13 +41,14 @@ def model_card(plan: ConversionPlan, source_card: str) -> str:
     lines = [
         "---", ModelCardData(**fields).to_yaml(), "---",
         "",
-        f"# {name}, {kind} attention with {target.num_key_value_heads} KV heads",
+        f"# {name}, {title}",
         "",
         f"Made by gqaconvert {__version__} from `{name}`"
         + (f" (revision `{files.revision}`)" if files.revision else "") + ".",
         "",
         "| | source | this model |\n|---|---|---|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows),
         "",
+        *_FORMS[plan.form_name],
         *_explanation(plan),
         "",
         *([f"Note: {caution}.", ""] if (caution := plan.family.caution_for(plan.checkpoint.config.text)) else []),
@@ -54,8 +59,25 @@ def model_card(plan: ConversionPlan, source_card: str) -> str:
     return "\n".join(lines)
 
 
+_FORMS: dict[str, tuple[str, ...]] = {
+    "stock": (),
+    "shipped code": (
+        "The stock class of this architecture cannot hold fewer KV heads. This folder brings its own modelling file,",
+        f"`{FILE}`, written by gqaconvert; read it, and load the model with `trust_remote_code=True`. Its cache",
+        "holds the shared heads only. Without that option loading fails: the shapes are not those of the stock class.",
+        "",
+    ),
+    "expanded": (
+        "**This model saves nothing.** Every merged head is stored as often as it is read, so that the stock class can",
+        "load it: weights and KV cache are as large as the source's. It serves to measure what sharing heads costs.",
+        "",
+    ),
+}
+
+
 def _explanation(plan: ConversionPlan) -> list[str]:
-    recipe, target = plan.recipe, plan.target_geometry
+    recipe = plan.recipe
+    target = plan.source_geometry.with_kv_heads(recipe.num_key_value_heads)
     if target.num_key_value_heads > plan.source_geometry.num_key_value_heads:
         return ["Every KV head of the source was repeated: this model computes exactly what the source computes."]
     if recipe.method in SITE_METHODS:
@@ -76,9 +98,9 @@ def _explanation(plan: ConversionPlan) -> list[str]:
 
 
 def _site_explanation(plan: ConversionPlan) -> list[str]:
-    recipe = plan.recipe
+    recipe, shared = plan.recipe, plan.source_geometry.with_kv_heads(plan.recipe.num_key_value_heads)
     lines = [
-        f"Query head `h` reads KV head `h // {plan.target_geometry.queries_per_kv}`. The heads of each group were",
+        f"Query head `h` reads KV head `h // {shared.queries_per_kv}`. The heads of each group were",
         f"merged by the method `{recipe.method}` ({SITE_METHODS[recipe.method]}); the query, key, value and output",
         "projections are new, all other weights are those of the source.",
     ]

@@ -87,6 +87,7 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
         "revision": plan.checkpoint.files.revision,
         "destination": str(destination),
         "family": plan.family.name,
+        "form": plan.form_name,
         "recipe": recipe_document(plan.recipe),
         "num_attention_heads": source.num_attention_heads,
         "num_key_value_heads": {"source": source.num_key_value_heads, "target": target.num_key_value_heads},
@@ -109,6 +110,7 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
         ],
         "unchanged_tensors": sum(len(shard.tensors) for shard in plan.shards) - len(plan.changed),
         "files": [output_name(name) for name in plan.sidecars.names],
+        "code": list(plan.code),
         "left_out": dict(plan.sidecars.left_out),
     }
 
@@ -127,6 +129,7 @@ class RecipeOptions(TypedDict, total=False):
         calibration_tokens: at most so many tokens of it.
         refine: steps a layer of fitting after the merge, or "auto".
         joint: steps on all layers together after that.
+        expanded: write the merged heads repeated, for a class that has no setting for fewer; it saves nothing.
     """
 
     method: str
@@ -139,6 +142,7 @@ class RecipeOptions(TypedDict, total=False):
     calibration_tokens: int
     refine: int | str | None
     joint: int | None
+    expanded: bool
 
 
 def make_recipe(kv_heads: int, **options: Unpack[RecipeOptions]) -> Recipe:
@@ -166,6 +170,8 @@ def make_recipe(kv_heads: int, **options: Unpack[RecipeOptions]) -> Recipe:
         raise InputError(f"--joint {joint}: give a number of steps")
     if (refine or joint) and calibrate is None:
         calibrate = EXAMPLE
+    if calibrate and options.get("expanded"):
+        raise InputError("--expanded does not go with --calibrate, --refine and --joint: they fit G heads, not copies")
     tokens = options.get("calibration_tokens", DEFAULT_CALIBRATION_TOKENS)
     return Recipe(
         num_key_value_heads=kv_heads,
@@ -178,6 +184,7 @@ def make_recipe(kv_heads: int, **options: Unpack[RecipeOptions]) -> Recipe:
         calibration=CalibrationText(calibrate, sha256_of(calibrate), tokens) if calibrate else None,
         refine=refine,
         joint=joint or None,
+        expanded=options.get("expanded", False),
     )
 
 

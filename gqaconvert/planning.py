@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gqaconvert import __version__
 from gqaconvert.checkpoint import dtypes
@@ -32,9 +32,11 @@ from gqaconvert.families.sites import (
     AttentionSite,
     SiteTensor,
     config_changes,
+    expanded_form,
     form_for,
     output_layout,
     rewritten,
+    turns,
 )
 from gqaconvert.inspection import Checkpoint
 from gqaconvert.merge import SITE_METHODS, check_method
@@ -67,6 +69,7 @@ class Recipe:
         calibration: text that site methods are fitted on, None for weights only.
         refine: optimiser steps a layer, "auto", or None.
         joint: steps on all layers together after that, None for none.
+        expanded: write each merged head as often as it is read, for a class that has no setting for fewer.
     """
 
     num_key_value_heads: int
@@ -79,6 +82,7 @@ class Recipe:
     calibration: CalibrationText | None = None
     refine: int | str | None = None
     joint: int | None = None
+    expanded: bool = False
 
 
 class ByteRange(NamedTuple):
@@ -147,7 +151,23 @@ class PoolPiece(NamedTuple):
         return self.rows * self.row_size
 
 
-Piece = CopyPiece | CastPiece | PoolPiece
+class TurnPiece(NamedTuple):
+    """A whole matrix: its rows are those of ``pieces``, and it goes into the output by columns."""
+
+    pieces: tuple["Piece", ...]
+    rows: int
+    row_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.row_size
+
+
+Piece = CopyPiece | CastPiece | PoolPiece | TurnPiece
+
+FormName = Literal["stock", "shipped code", "expanded"]
+"""The stock class; a modelling file of ours; the stock class with merged heads repeated, which saves nothing."""
 
 WORK = "work/"
 """Begins the names of work files; names of shards hold no slash."""
@@ -172,7 +192,9 @@ class PlannedTensor:
     def changed(self) -> bool:
         """Whether heads are merged, repeated or reordered (a mere cast is no change)."""
         return self.shape != self.source.shape or any(
-            isinstance(piece, PoolPiece) or isinstance(piece.source, ColumnRange) or piece.source.shard.startswith(WORK)
+            isinstance(piece, (PoolPiece, TurnPiece))
+            or isinstance(piece.source, ColumnRange)
+            or piece.source.shard.startswith(WORK)
             for piece in self.pieces
         )
 
@@ -255,6 +277,11 @@ class ConversionPlan:
         return None if [shard.name for shard in self.shards] == [SINGLE_FILE] else INDEX_FILE
 
     @property
+    def form_name(self) -> FormName:
+        """Which kind of class holds the output's heads."""
+        return "expanded" if self.recipe.expanded else "shipped code" if self.form.shipped else "stock"
+
+    @property
     def code(self) -> Mapping[str, str]:
         """Modelling files of ours that the output needs: name -> text."""
         return {FILE: modelling_source(self.family)} if self.form.shipped else {}
@@ -300,20 +327,21 @@ def plan_conversion(checkpoint: Checkpoint, recipe: Recipe) -> ConversionPlan:
     family, config, index = checkpoint.require_family(), checkpoint.config, checkpoint.index
     check_method(recipe.method)
     source = sites[0].geometry
-    form = form_for(family, config, source, recipe.num_key_value_heads)
-    target = source.with_kv_heads(recipe.num_key_value_heads)
+    if recipe.expanded:
+        form = expanded_form(family, config, source, recipe.num_key_value_heads)
+        target = source.with_kv_heads(source.num_attention_heads)
+    else:
+        form = form_for(family, config, source, recipe.num_key_value_heads)
+        target = source.with_kv_heads(recipe.num_key_value_heads)
     changes = config_changes(family, form, config, target.num_key_value_heads)
-    layouts = (family.layout, output_layout(family, form))
+    pooling = _Pooling(layouts := (family.layout, output_layout(family, form)), target, recipe.num_key_value_heads)
     touched = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
     work = _plan_work(checkpoint, recipe, layouts, target)
     places = {name: (dtype, shape, site.places()[name]) for site in work for name, dtype, shape in site.tensors}
     tensors = [
         (
             shard.shard,
-            [
-                _retyped(tensor, recipe.dtype)
-                for tensor in _plan_shard(shard.entries, touched, places, layouts, target, form)
-            ],
+            [_retyped(tensor, recipe.dtype) for tensor in _plan_shard(shard.entries, touched, places, pooling, form)],
         )
         for shard in index.shards
     ]
@@ -345,7 +373,7 @@ def _plan_work(
     family, config = checkpoint.require_family(), checkpoint.config
     if (
         recipe.method not in SITE_METHODS
-        or target.num_key_value_heads > checkpoint.sites[0].geometry.num_key_value_heads
+        or recipe.num_key_value_heads > checkpoint.sites[0].geometry.num_key_value_heads
     ):
         return ()
     plans, names = [], checkpoint.inner_names
@@ -371,20 +399,19 @@ def _plan_shard(
     entries: tuple[TensorEntry, ...],
     touched: Mapping[str, tuple[AttentionSite, SiteTensor]],
     places: Mapping[str, tuple[str, tuple[int, ...], ByteRange]],
-    layouts: tuple[Layout, Layout],
-    target: AttentionGeometry,
+    pooling: "_Pooling",
     form: Form,
 ) -> Iterator[PlannedTensor]:
     for entry in entries:
         site, tensor = touched.get(entry.name, (None, None))
         kept = site is None or tensor is None or tensor.part in _KEPT
-        turned = bool(form.linear and re.search(form.linear, entry.name))
+        turned = turns(form, entry.name, tensor.part if tensor else None)
         if site is None and form.drops and re.search(form.drops, entry.name):
             continue
         if entry.name in places:
             dtype, shape, place = places[entry.name]
             assert tensor is not None
-            if kept and isinstance(tensor.entry, Transposed) and not turned:
+            if isinstance(tensor.entry, Transposed) and not turned:
                 piece = CastPiece(columns(place, shape, dtype), dtype, entry.name)
                 yield PlannedTensor(entry.name, dtype, shape[::-1], (piece,), entry)
             else:
@@ -396,9 +423,27 @@ def _plan_shard(
         elif site is None or tensor is None or kept:
             yield PlannedTensor(entry.name, entry.dtype, entry.shape, (CopyPiece(_bytes(entry)),), entry)
         elif tensor.part is Part.KEY_NORM_LIST:
-            yield from _norm_list(site, tensor, target)
+            yield from _norm_list(site, tensor, pooling)
         else:
-            yield _blocks(site, tensor, layouts, target)
+            planned = _blocks(site, tensor, pooling)
+            if isinstance(tensor.entry, Transposed) and not turned:
+                rows, row_size = planned.shape
+                turn = TurnPiece(planned.pieces, rows, row_size)
+                planned = PlannedTensor(planned.name, planned.dtype, (row_size, rows), (turn,), entry)
+            yield planned
+
+
+class _Pooling(NamedTuple):
+    """Layouts before and after, heads of the output, and how many different ones are among its KV heads."""
+
+    layouts: tuple[Layout, Layout]
+    target: AttentionGeometry
+    shared: int
+
+    def behind(self, head: int, source_count: int) -> tuple[int, range]:
+        """The number of an output's KV head among the different ones, and the source's heads that make it up."""
+        number = head * self.shared // self.target.num_key_value_heads
+        return number, source_heads(number, source_count, self.shared)
 
 
 _KEPT = frozenset((Part.QUERY, Part.OUTPUT, Part.KEY_NORM_SHARED))
@@ -413,13 +458,11 @@ def columns(
     return ColumnRange(place.shard, place.start, height, width, first, width if count is None else count, itemsize)
 
 
-def _blocks(
-    site: AttentionSite, tensor: SiteTensor, layouts: tuple[Layout, Layout], target: AttentionGeometry
-) -> PlannedTensor:
+def _blocks(site: AttentionSite, tensor: SiteTensor, pooling: "_Pooling") -> PlannedTensor:
     """A tensor made of head blocks, in the output's layout."""
     entry, part = tensor.entry, tensor.part
     _require_poolable(entry)
-    blocks = head_blocks(part, layouts[0], site.geometry)
+    blocks = head_blocks(part, pooling.layouts[0], site.geometry)
     total_rows = sum(block.rows for block in blocks)
     row_size = entry.numel // total_rows
     row_bytes = dtypes.nbytes(entry.dtype, row_size)
@@ -435,14 +478,14 @@ def _blocks(
     role = Role.NORM if part is Part.KEY_NORM else Role.BIAS if tensor.leaf == "bias" else Role.WEIGHT
     pieces: list[Piece] = []
     output_rows = 0
-    for block in head_blocks(part, layouts[1], target):
+    for block in head_blocks(part, pooling.layouts[1], pooling.target):
         output_rows += block.rows
         if block.part is Part.QUERY:
             pieces.append(_unchanged(places[block.part, block.head], entry))
             continue
-        heads = source_heads(block.head, site.geometry.num_key_value_heads, target.num_key_value_heads)
+        shared, heads = pooling.behind(block.head, site.geometry.num_key_value_heads)
         sources = tuple(places[block.part, head] for head in heads)
-        key = f"{entry.name}/{block.part.name}/{block.head}"
+        key = f"{entry.name}/{block.part.name}/{shared}"
         pieces.append(_pooled(sources, entry, block.rows, row_size, role, key))
     shape = (entry.shape[0] * output_rows // total_rows, *entry.shape[1:])
     return PlannedTensor(entry.name, entry.dtype, shape, tuple(pieces), entry)
@@ -458,15 +501,15 @@ def _unchanged(place: Place, entry: TensorEntry) -> CopyPiece | CastPiece:
     return CopyPiece(place) if isinstance(place, ByteRange) else CastPiece(place, entry.dtype, entry.name)
 
 
-def _norm_list(site: AttentionSite, tensor: SiteTensor, target: AttentionGeometry) -> Iterator[PlannedTensor]:
+def _norm_list(site: AttentionSite, tensor: SiteTensor, pooling: "_Pooling") -> Iterator[PlannedTensor]:
     """Key norms with one tensor a KV head: renumbered, all written where number 0 was."""
     if tensor.number:
         return
     siblings = {other.number: other.entry for other in site.tensors if (other.part, other.leaf) == tensor[2:4]}
     for entry in siblings.values():
         _require_poolable(entry)
-    for head in range(target.num_key_value_heads):
-        heads = source_heads(head, site.geometry.num_key_value_heads, target.num_key_value_heads)
+    for head in range(pooling.target.num_key_value_heads):
+        _, heads = pooling.behind(head, site.geometry.num_key_value_heads)
         name = f"{site.prefix}{tensor.name}.norms.{head}.{tensor.leaf}"
         entry = siblings[heads[0]]
         sources = tuple(_bytes(siblings[number]) for number in heads)

@@ -22,14 +22,14 @@ from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import CHUNK, Advance, FileFinisher, copy_range, start_writeback, write_at
 from gqaconvert.merge import pooling_of
-from gqaconvert.planning import ByteRange, CastPiece, ConversionPlan, CopyPiece, PlannedShard, PoolPiece
+from gqaconvert.planning import ByteRange, CastPiece, ConversionPlan, CopyPiece, PlannedShard, PoolPiece, TurnPiece
 from gqaconvert.reading import SourceReader
 
 _CAST_CHUNK = 8 * 2**20
 _AHEAD = 2 * 2**30
 """Bytes that the copier may be ahead."""
 
-Computed = PoolPiece | CastPiece
+Computed = PoolPiece | CastPiece | TurnPiece
 
 
 class Run(NamedTuple):
@@ -109,8 +109,14 @@ def _fill(plan: ConversionPlan, run: Run, sources: SourceReader, target: int) ->
 
 
 def _bytes_of(plan: ConversionPlan, dtype: str, piece: Computed, sources: SourceReader) -> Iterator[memoryview]:
-    from gqaconvert.merge.execute import cast, pool_heads
+    from gqaconvert.merge.execute import cast, pool_heads, turned
 
+    if isinstance(piece, TurnPiece):
+        parts = [part for part in piece.pieces if not isinstance(part, CopyPiece)]
+        assert len(parts) == len(piece.pieces), "columns of a stored matrix are never copied as they are"
+        rows = b"".join(data for part in parts for data in _bytes_of(plan, dtype, part, sources))
+        yield turned(rows, dtype, piece.rows, piece.row_size)
+        return
     if isinstance(piece, CastPiece):
         for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
             count = min(_CAST_CHUNK, piece.source.nbytes - offset)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def read_heads(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> A
 
 def merge_heads(plan: ConversionPlan, work: SiteWork, heads: AttentionHeads, moment: Tensor | None) -> MergeResult:
     """Apply the recipe's grouping and method to a site."""
-    count, rotary = plan.target_geometry.num_key_value_heads, work.freedom.rotary
+    count, rotary = plan.recipe.num_key_value_heads, work.freedom.rotary
     if plan.recipe.grouping == "similar":
         heads = permute_heads(heads, group_by_mergeability(heads, count, rotary=rotary, moment=moment))
     return site_merge(plan.recipe.method)(heads, count, rotary, moment)
@@ -103,6 +104,10 @@ def rounded(plan: ConversionPlan, work: SiteWork, heads: AttentionHeads) -> dict
     Raises:
         CheckpointError: a value does not fit its type.
     """
+    repeats = plan.target_geometry.num_key_value_heads // heads.num_key_value_heads
+    if repeats > 1:
+        key, value = (part.repeat_interleave(repeats, dim=0) for part in (heads.key, heads.value))
+        heads = replace(heads, key=key, value=value)
     return rounded_tensors(work, store_heads(heads, work.site, plan.layouts[1], plan.target_geometry))
 
 

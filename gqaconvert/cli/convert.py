@@ -61,6 +61,10 @@ def convert_command(
             "--report", metavar="FILE", help="subspace, align: .html or .json, layer by layer.", show_default=False
         ),
     ] = None,
+    expanded: Annotated[
+        bool,
+        typer.Option("--expanded", help="Write the merged heads repeated, for the stock class: saves nothing."),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of whatever draws.")] = 0,
     dtype: Annotated[
         str | None,
@@ -121,6 +125,7 @@ def convert_command(
         "calibration_tokens": calibration_tokens,
         "refine": _steps(refine),
         "joint": joint,
+        "expanded": expanded,
     }
     count = 1 if kv_heads is None else kv_heads
     if dry_run:
@@ -158,6 +163,16 @@ def convert_command(
         _show_result(result)
 
 
+FORM_NOTES: dict[str, tuple[str, ...]] = {
+    "stock": (),
+    "shipped code": (
+        "the stock class cannot hold fewer KV heads: the output brings modeling_gqaconvert.py, and loads with "
+        "from_pretrained(..., trust_remote_code=True)",
+    ),
+    "expanded": ("--expanded: every merged head is stored as often as it is read; neither weights nor cache shrink",),
+}
+
+
 def _steps(refine: str | None) -> int | str | None:
     if refine is None or refine == "auto":
         return refine
@@ -190,14 +205,17 @@ def _show_result(result: "ConversionResult") -> None:
     from gqaconvert.units import format_size
 
     plan = result.plan
-    source, target, cache = plan.source_geometry, plan.target_geometry, cache_bytes_per_token(plan)
+    source, cache = plan.source_geometry, cache_bytes_per_token(plan)
+    layers, before = len({site.layer for site in plan.checkpoint.sites}), plan.checkpoint.index.total_size
     note(
-        f"{result.destination}: {source.num_key_value_heads} -> {target.num_key_value_heads} KV heads in "
-        f"{len(plan.checkpoint.sites)} layers, weights {format_size(plan.checkpoint.index.total_size)} -> "
+        f"{result.destination}: {source.num_key_value_heads} -> {plan.recipe.num_key_value_heads} KV heads in "
+        f"{layers} layers, weights {format_size(before)} -> "
         f"{format_size(plan.total_size)}, KV cache per token {format_size(cache['source'])} -> "
         f"{format_size(cache['target'])}"
     )
-    if target.num_key_value_heads < source.num_key_value_heads and not plan.work:
+    for line in FORM_NOTES[plan.form_name]:
+        note(line)
+    if plan.recipe.num_key_value_heads < source.num_key_value_heads and not plan.work:
         note("before uptraining, expect much worse text than the source's; --method subspace --refine auto keeps more")
     for limit in sorted({limit for work in plan.work for limit in work.freedom.limits}):
         note(f"note: {limit}")
@@ -231,6 +249,7 @@ def _show_plan(plan: "ConversionPlan", destination: Path) -> None:
         ("source", plan.checkpoint.files.label),
         ("destination", f"{destination} (nothing is written: --dry-run)"),
         ("KV heads", f"{heads['source']} -> {heads['target']} (method {plan.recipe.method})"),
+        ("form", "; ".join((plan.form_name, *FORM_NOTES[plan.form_name]))),
         ("cache/token", f"{format_size(cache['source'])} -> {format_size(cache['target'])}"),
         ("config.json", config),
         ("tensors", f"{len(plan.changed)} change, {document['unchanged_tensors']} stay byte for byte"),

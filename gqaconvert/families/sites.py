@@ -332,6 +332,31 @@ def form_for(family: Family, config: ModelConfig, geometry: AttentionGeometry, k
     return form
 
 
+def expanded_form(family: Family, config: ModelConfig, geometry: AttentionGeometry, kv_heads: int) -> Form:
+    """How to write all heads, ``kv_heads`` different ones among the KV heads, for the stock class.
+
+    Raises:
+        UnsupportedModelError: the family is refused, or holds fewer heads by a modelling file of ours.
+        HeadCountError: the count is not legal.
+    """
+    if family.refusal:
+        raise UnsupportedModelError(f"{config.model_type or family.name}: {family.refusal}")
+    heads, present = geometry.num_attention_heads, geometry.num_key_value_heads
+    legal = [count for count in range(1, present) if present % count == 0]
+    if kv_heads not in legal:
+        raise HeadCountError(
+            f"{kv_heads} different KV heads: not possible from {present}",
+            hint=f"possible counts: {', '.join(map(str, legal)) or 'none'}",
+        )
+    form = Form(config={}) if present == heads else _form(family, config, geometry.with_kv_heads(heads))
+    if form is None:
+        raise UnsupportedModelError(
+            f"the stock class of {config.model_type} has no form for the {heads} KV heads to be written",
+            hint="convert the original checkpoint with --expanded",
+        )
+    return form
+
+
 def _form(family: Family, config: ModelConfig, target: AttentionGeometry) -> Form | None:
     name = _count_name(target)
     for form in family.forms:
@@ -358,6 +383,15 @@ def config_changes(family: Family, form: Form, config: ModelConfig, kv_heads: in
             raise UnsupportedModelError(f"{changes['model_type']} has no counterpart of the class {stock}")
         changes["architectures"] = [form.classes[stock]]
     return changes | (shipped_keys(family, config) if form.shipped else {})
+
+
+def turns(form: Form | None, name: str, part: Part | None) -> bool:
+    """Whether a form stores (out, in) what the source stores (in, out)."""
+    if form is None:
+        return False
+    if part in (Part.QUERY, Part.KEY, Part.VALUE, Part.QKV):
+        return form.shipped or form.linear is not None
+    return bool(form.linear and re.search(form.linear, name))
 
 
 def output_layout(family: Family, form: Form) -> Layout:

@@ -90,6 +90,15 @@ def cast(data: bytearray, source_dtype: str, target_dtype: str, name: str) -> me
     return _stored(values.to(torch.float64) if source_dtype == "F64" else values, target_dtype, name)
 
 
+def turned(data: bytes, dtype: str, rows: int, row_size: int) -> memoryview:
+    """A matrix (rows, row_size) by its columns."""
+    kind = torch_dtype(dtype)
+    result = bytearray(len(data))
+    matrix = torch.frombuffer(bytearray(data), dtype=kind).view(rows, row_size)
+    torch.frombuffer(result, dtype=kind).view(row_size, rows).copy_(matrix.T)
+    return memoryview(result)
+
+
 def _stored(values: Tensor, dtype: str, name: str) -> memoryview:
     target = torch_dtype(dtype)
     stored = round_once(values, target) if values.dtype is torch.float64 else values.to(target)

@@ -240,7 +240,7 @@ def _record(pair: Pair) -> Check:
     source, result = pair.record.get("source"), pair.record.get("result")
     geometry = pair.source.sites[0].geometry
     for place, key, actual in (
-        (pair.recipe, "num_key_value_heads", pair.kv_heads),
+        (pair.recipe, "num_key_value_heads", pair.different),
         (result, "num_key_value_heads", pair.kv_heads),
         (result, "total_size", _stored_size(pair)),
         (source, "num_key_value_heads", geometry.num_key_value_heads),

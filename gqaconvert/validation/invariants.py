@@ -70,7 +70,7 @@ def _outside(pair: Pair, site: AttentionSite, part: Part, before: Tensor, after:
         for head, numbers in enumerate(rows):
             behind = [head]
             if role is not Part.QUERY:
-                behind = members(head, geometry.num_key_value_heads, pair.kv_heads)
+                behind = members(head * pair.different // pair.kv_heads, geometry.num_key_value_heads, pair.different)
             basis = before[torch.cat([sources[role][other] for other in behind])]
             worst = max(worst, _residual(basis, after[numbers]))
     return worst

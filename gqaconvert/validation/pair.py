@@ -2,17 +2,18 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.headers import Transposed
 from gqaconvert.checkpoint.index import CheckpointIndex, read_index, read_json
 from gqaconvert.errors import GqaConvertError, InputError
 from gqaconvert.families import Layout, Part
 from gqaconvert.families.config import KV_HEADS as KV_HEAD_KEYS
 from gqaconvert.families.config import ModelConfig
-from gqaconvert.families.sites import config_changes, form_for, output_layout, rewritten
+from gqaconvert.families.sites import config_changes, expanded_form, form_for, output_layout, rewritten, turns
 from gqaconvert.inspection import Checkpoint, read_checkpoint, read_provenance
 from gqaconvert.sidecars import CONFIG
 from gqaconvert.validation.methods import EXPECTATIONS, Expectation
@@ -32,6 +33,7 @@ class Pair:
         layouts: of the projections, before and after.
         config_changes: what config.json must say in the output.
         expected: every tensor that the output must have.
+        different: KV heads that differ; fewer than ``kv_heads`` where merged heads are stored repeatedly.
     """
 
     source: Checkpoint
@@ -42,6 +44,7 @@ class Pair:
     layouts: tuple[Layout, Layout]
     config_changes: Mapping[str, Any]
     expected: tuple[ExpectedTensor, ...]
+    different: int
 
     @property
     def method(self) -> str:
@@ -57,7 +60,7 @@ class Pair:
     @property
     def grew(self) -> bool:
         """Whether heads are repeated, which is the same for every method."""
-        return self.kv_heads > self.source.sites[0].geometry.num_key_value_heads
+        return self.different > self.source.sites[0].geometry.num_key_value_heads
 
     @property
     def expectation(self) -> Expectation:
@@ -128,13 +131,28 @@ def open_pair(source: LocalFolder, folder: LocalFolder, *, family: str | None = 
     chosen, geometry = before.require_family(), sites[0].geometry
     changes: Mapping[str, Any] = {}
     layouts = (chosen.layout, chosen.layout)
-    form = None
-    if count != geometry.num_key_value_heads:
+    form, different = None, count
+    if recipe.get("expanded"):
+        different, count = _recorded(recipe, config) or 0, geometry.num_attention_heads
+        if not 0 < different < count or count % different:
+            raise InputError(f"{folder.root}: its record names no number of KV heads")
+        form = expanded_form(chosen, before.config, geometry, different)
+        changes = config_changes(chosen, form, before.config, count)
+        layouts = (chosen.layout, output_layout(chosen, form))
+    elif count != geometry.num_key_value_heads:
         form = form_for(chosen, before.config, geometry, count)
         changes = config_changes(chosen, form, before.config, count)
         layouts = (chosen.layout, output_layout(chosen, form))
-    expected = expected_tensors(before.index.entries, sites, layouts, count, form)
-    return Pair(before, index, config, record, count, layouts, changes, tuple(expected))
+    # What both sides store (in, out) is compared as (out, in).
+    entries = dict(index.entries)
+    for site in sites:
+        for tensor in site.tensors:
+            name = tensor.entry.name
+            if isinstance(tensor.entry, Transposed) and name in entries and not turns(form, name, tensor.part):
+                entries[name] = Transposed.of(entries[name])
+    index = replace(index, entries=entries)
+    expected = expected_tensors(before.index.entries, sites, layouts, count, form, different)
+    return Pair(before, index, config, record, count, layouts, changes, tuple(expected), different)
 
 
 def _recorded(recipe: Mapping[str, Any], config: ModelConfig) -> int | None:

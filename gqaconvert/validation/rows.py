@@ -76,9 +76,13 @@ def members(head: int, source_count: int, target_count: int) -> list[int]:
 
 
 def computed_tensors(
-    site: AttentionSite, tensor: SiteTensor, layouts: tuple[Layout, Layout], target: AttentionGeometry
+    site: AttentionSite,
+    tensor: SiteTensor,
+    layouts: tuple[Layout, Layout],
+    target: AttentionGeometry,
+    different: int,
 ) -> Iterator[ExpectedTensor]:
-    """What becomes of one tensor that K or V lie in."""
+    """What becomes of one tensor that K or V lie in; ``different`` KV heads are among the target's."""
     entry, geometry = tensor.entry, site.geometry
     source_count, count = geometry.num_key_value_heads, target.num_key_value_heads
     if tensor.part is Part.KEY_NORM_LIST:
@@ -86,7 +90,9 @@ def computed_tensors(
             return
         siblings = {other.number: other.entry for other in site.tensors if (other.part, other.leaf) == tensor[2:4]}
         for head in range(count):
-            sources = tuple((siblings[number], 0) for number in members(head, source_count, count))
+            sources = tuple(
+                (siblings[number], 0) for number in members(head // (count // different), source_count, different)
+            )
             name = f"{site.prefix}{tensor.name}.norms.{head}.{tensor.leaf}"
             segment = Segment(0, entry.numel, sources)
             yield ExpectedTensor(name, entry.dtype, entry.shape, (segment,), entry, site.layer, "norms")
@@ -95,7 +101,7 @@ def computed_tensors(
     segments = []
     for part, numbers in after.items():
         for head, rows in enumerate(numbers):
-            behind = [head] if part is Part.QUERY else members(head, source_count, count)
+            behind = [head] if part is Part.QUERY else members(head // (count // different), source_count, different)
             sources = tuple((entry, int(before[part][other][0])) for other in behind)
             segments.append(Segment(int(rows[0]), len(rows), sources))
     segments.sort(key=lambda segment: segment.row)
@@ -114,14 +120,24 @@ def expected_tensors(
     layouts: tuple[Layout, Layout],
     kv_heads: int,
     form: Form | None = None,
+    different: int | None = None,
 ) -> list[ExpectedTensor]:
-    """Every tensor of an output with ``kv_heads`` KV heads in this form, in the source's order."""
+    """Every tensor of an output in this form, in the source's order.
+
+    Of its ``kv_heads`` KV heads, ``different`` ones differ, where heads are stored as often as they are read.
+    """
     roles = {tensor.entry.name: (site, tensor) for site in sites for tensor in site.tensors}
     expected: list[ExpectedTensor] = []
     for name, entry in entries.items():
         site, tensor = roles.get(name, (None, None))
         if site is not None and tensor is not None and tensor.part in COMPUTED:
-            expected += computed_tensors(site, tensor, layouts, site.geometry.with_kv_heads(kv_heads))
+            target = site.geometry.with_kv_heads(kv_heads)
+            expected += computed_tensors(site, tensor, layouts, target, different or kv_heads)
+        elif tensor is not None and isinstance(tensor.entry, Transposed):
+            assert site is not None
+            place = tensor.entry
+            whole = (Segment(0, place.shape[0], ((place, 0),)),)
+            expected.append(ExpectedTensor(name, place.dtype, place.shape, whole, place, site.layer))
         elif form is not None and site is None and form.drops and re.search(form.drops, name):
             continue
         else:
