@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 
     Solve = Callable[[AttentionHeads, Rotary, Tensor | None], tuple["Shared", "Shared"]]
 
-RIDGE = 1e-5
-"""Relative weight of the identity in metrics: far below what matters, and far enough above the rounding of float64.
-
-An eigenvalue of a Gram matrix is down by the square of this where neither readers nor inputs have energy; at 1e-7 such
-ones drown in rounding, and duplicated heads no longer merge without loss.
-"""
+RIDGE = 1e-7
+"""Relative weight of the identity in metrics: keeps them invertible, far below what a stored dtype resolves."""
 
 
 @dataclass(frozen=True)
