@@ -201,8 +201,8 @@ def _show_result(result: "ConversionResult") -> None:
         note("before uptraining, expect much worse text than the source's; --method subspace --refine auto keeps more")
     if plan.work and plan.recipe.calibration is None:
         note(
-            "note: merged from the weights alone; activations of large models have a few huge directions that weights do "
-            "not show, so --calibrate keeps far more of them"
+            "note: merged from the weights alone; activations of large models have a few huge "
+            "directions that weights do not show, so --calibrate keeps far more of them"
         )
     for limit in sorted({limit for work in plan.work for limit in work.freedom.limits}):
         note(f"note: {limit}")
