@@ -29,7 +29,6 @@ from gqaconvert.reading import SourceReader
 from gqaconvert.shells import Shell, layer_prefix, read_float32
 from gqaconvert.site_merging import (
     OnSite,
-    OnStep,
     diagnostics,
     load_facts,
     load_work,
@@ -55,7 +54,6 @@ def merge_calibrated(
     trusted: frozenset[str],
     advance: Advance,
     on_site: OnSite,
-    on_step: OnStep,
 ) -> None:
     """Write the work files of all sites, in the order of the layers.
 
@@ -64,7 +62,7 @@ def merge_calibrated(
         UnsupportedModelError: the files' names are not those of the stock class, so layers cannot be loaded singly.
         InputError: the text is too short.
     """
-    batches = _batches(plan, folder)
+    batches = calibration_batches(plan, folder)
     source, target = Shell.of(plan.checkpoint.config.raw, plan), Shell.of(plan.config, plan)
     source.fill_outside(sources)
     calls = record_calls(source.model, source.layers, batches[0])
@@ -80,10 +78,6 @@ def merge_calibrated(
         streams, facts = merger.run(streams, finished=work.shard in trusted)
         advance(work.nbytes)
         on_site(facts)
-    if plan.recipe.joint:
-        from gqaconvert.joint_refinement import refine_sites_jointly
-
-        refine_sites_jointly(plan, staging, sources, batches, trusted, advance, on_step)
 
 
 def _settings(plan: ConversionPlan) -> RefineSettings:
@@ -93,7 +87,7 @@ def _settings(plan: ConversionPlan) -> RefineSettings:
     return RefineSettings(steps=int(refine or 0), seed=plan.recipe.seed, held_out=HELD_OUT)
 
 
-def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
+def calibration_batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
     """The calibration text as windows of tokens, (1, window) each.
 
     Raises:

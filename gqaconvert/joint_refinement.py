@@ -5,15 +5,18 @@ everything before it, this needs the whole model in memory: the source in float3
 fitted, its gradients, and the activations of one window. An interrupted run repeats this pass from its beginning.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from gqaconvert.calibration import HELD_OUT, layer_weights, target_weights
+from gqaconvert.calibration import HELD_OUT, calibration_batches, layer_weights, target_weights
+from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance
 from gqaconvert.errors import CheckpointError
+from gqaconvert.memory import require_memory
 from gqaconvert.merge.refine import JointSettings, divergence, refine_jointly
 from gqaconvert.planning import ConversionPlan
 from gqaconvert.reading import SourceReader
@@ -23,9 +26,9 @@ from gqaconvert.site_merging import OnStep, load_facts, load_work, rounded_tenso
 
 def refine_sites_jointly(
     plan: ConversionPlan,
+    folder: LocalFolder,
     staging: Staging,
     sources: SourceReader,
-    batches: Sequence[Tensor],
     trusted: frozenset[str],
     advance: Advance,
     on_step: OnStep,
@@ -50,6 +53,7 @@ def refine_sites_jointly(
     for attention, inner in zip(attentions, names, strict=True):
         for name in inner:
             attention.get_parameter(name).requires_grad_(True)
+    batches = calibration_batches(plan, folder)
     fitted, held = batches[:-HELD_OUT], batches[-HELD_OUT:]
     start = _mean_divergence(original.model, merged.model, held)
     refine_jointly(
@@ -69,6 +73,18 @@ def refine_sites_jointly(
             tensors = rounded_tensors(work, found)
         save_work(staging, work, tensors, load_facts(staging.folder, layerwise) | facts)
         advance(work.nbytes)
+
+
+def require_memory_for(plan: ConversionPlan) -> None:
+    """Refuse, before the layers are refined one by one, what would not fit in the end.
+
+    Raises:
+        EnvironmentFailure: the models and what is fitted need more memory than is free.
+    """
+    everything = sum(entry.numel for entry in plan.checkpoint.index.entries.values())
+    fitted = sum(math.prod(shape) for work in plan.work for _, _, shape in work.tensors)
+    # float32: the source; the merged attention, its gradients and momentum.
+    require_memory(4 * (everything + 3 * fitted), "--joint", hint="leave it out, or use a machine with more memory")
 
 
 def _models(

@@ -48,8 +48,13 @@ def merge_sites(
     with SourceReader(folder, staging.folder) as sources:
         if plan.recipe.calibration is not None:
             from gqaconvert.calibration import merge_calibrated
+            from gqaconvert.joint_refinement import refine_sites_jointly, require_memory_for
 
-            merge_calibrated(plan, folder, staging, sources, trusted, advance, on_site, on_step)
+            if plan.recipe.joint:
+                require_memory_for(plan)
+            merge_calibrated(plan, folder, staging, sources, trusted, advance, on_site)
+            if plan.recipe.joint:
+                refine_sites_jointly(plan, folder, staging, sources, trusted, advance, on_step)
             return
         for work in plan.work:
             if work.shard not in trusted:

@@ -217,6 +217,11 @@ def _show_result(result: "ConversionResult") -> None:
         note(line)
     if plan.recipe.num_key_value_heads < source.num_key_value_heads and not plan.work:
         note("before uptraining, expect much worse text than the source's; --method subspace --refine auto keeps more")
+    if plan.work and plan.recipe.calibration is None:
+        note(
+            "note: merged from the weights alone; activations of large models have a few huge "
+            "directions that weights do not show, so --calibrate keeps far more of them"
+        )
     for limit in sorted({limit for work in plan.work for limit in work.freedom.limits}):
         note(f"note: {limit}")
     left_out = plan.sidecars.left_out
