@@ -63,7 +63,7 @@ def _cache(pair: Pair, cache: Any, tokens: int) -> Check:  # noqa: ANN401
     measured = sum(part.numel() * part.element_size() for part in tensors)
     geometry = site.geometry
     width = pair.kv_heads * (geometry.head_dim + geometry.value_head_dim)
-    estimate = len(pair.source.sites) * width * tokens * dtypes.BITS["F32"] // 8
+    estimate = pair.source.self_attentions * width * tokens * dtypes.BITS["F32"] // 8
     caution = pair.source.require_family().caution_for(pair.config.text)
     if measured != estimate and caution and "cache" in caution:
         return skipped(name, f"{measured:,} bytes, {estimate:,} estimated: {caution}")

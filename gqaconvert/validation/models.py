@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.headers import Transposed
+from gqaconvert.checkpoint.index import read_json
 from gqaconvert.errors import CheckpointError, MissingExtraError
-from gqaconvert.families import Part
+from gqaconvert.families import Part, family_of
+from gqaconvert.families.config import ModelConfig
+from gqaconvert.families.shipped import has_shipped_code, model_class
+from gqaconvert.sidecars import CONFIG
 from gqaconvert.validation.compare import recomputed
 from gqaconvert.validation.numbers import Shards, nearest, torch_type
 from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
@@ -46,7 +51,7 @@ def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (_class_of_ours(folder) or AutoModelForCausalLM).from_pretrained(
             folder.root, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
             local_files_only=True, use_safetensors=True,
         )  # fmt: skip
@@ -60,6 +65,12 @@ def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
     model, info = loaded
     faults = [f"{kind.replace('_', ' ')}: {key}" for kind, keys in info.items() for key in sorted(map(str, keys or ()))]
     return model.eval(), faults
+
+
+def _class_of_ours(folder: LocalFolder) -> Any | None:  # noqa: ANN401
+    """For a folder with a modelling file of ours: the same class from this package. A folder's code is never run."""
+    config = ModelConfig.of(read_json(folder, CONFIG))
+    return model_class(family_of(config), config) if has_shipped_code(config) else None
 
 
 def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
@@ -83,8 +94,10 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
                 if part not in COMPUTED and entry.name not in merged:
                     continue
                 place = _parameter(parameters, entry.name)
+                turned = isinstance(entry, Transposed)
                 if part in (Part.QUERY, Part.OUTPUT):
-                    place.copy_(output.tensor(pair.index.entries[entry.name]))
+                    value = output.tensor(pair.index.entries[entry.name])
+                    place.copy_(value.T if turned else value)
                     continue
                 number = tensor.number
                 if part is Part.KEY_NORM_LIST:
@@ -98,7 +111,7 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
                 before, after = head_rows(part, pair.layouts[0], geometry), head_rows(part, pair.layouts[1], target)
                 by_row = {segment.row: segment for segment in wanted.segments}
                 size = entry.numel // sum(rows.numel() for rows in before.values())
-                flat = place.view(-1, size)
+                flat = place.T if turned else place.view(-1, size)
                 for role, rows in before.items():
                     for head, numbers in enumerate(rows):
                         shared = head

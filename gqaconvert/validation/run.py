@@ -98,6 +98,8 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
     from gqaconvert.validation.logits_level import validate_logits
     from gqaconvert.validation.models import load_strictly
 
+    if pair.config.raw.get("is_encoder_decoder"):
+        return [skipped("logits.loading", "an encoder-decoder: logits are compared for decoders only")], None
     needed = 2 * 4 * sum(tensor.source.numel for tensor in pair.expected)
     free = _free_memory()
     if free is not None and needed > free:

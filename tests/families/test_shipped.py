@@ -347,6 +347,32 @@ def test_the_package_makes_the_class_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(_logits(shipped), _logits(ours))
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "method"),
+    [
+        ("gpt_neox", 2, "mean"),
+        ("gpt_neox", 2, "subspace"),
+        ("gpt2", 2, "mean"),
+        ("gpt2_one_head", 1, "mean"),
+        ("bloom", 1, "align"),
+        ("mpt", 2, "mean"),
+        ("opt", 2, "subspace"),
+        ("gptj", 2, "subspace"),
+    ],
+)
+def test_validate_runs_the_models(name: str, target: int, method: str, tmp_path: Path) -> None:
+    """With the class of this package, and never with the folder's file."""
+    _one(name).build().save_pretrained(tmp_path / "source")
+    assert _convert(tmp_path / "source", tmp_path / "out", target, "--method", method).exit_code == 0
+    if (tmp_path / "out" / FILE).exists():
+        (tmp_path / "out" / FILE).write_text("raise SystemExit('run')\n")
+    arguments = ["validate", str(tmp_path / "source"), str(tmp_path / "out"), "--level", "logits", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    passed = {check["name"] for check in json.loads(result.stdout)["checks"] if check["status"] == "passed"}
+    assert {"logits.loading", "logits.prefill", "logits.decode", "logits.kv-cache"} <= passed
+
+
 def test_a_class_without_counterpart_is_refused(tmp_path: Path) -> None:
     _one("opt").build().save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
@@ -365,8 +391,8 @@ def test_every_shipped_family_writes_a_file_that_compiles() -> None:
         compile(modelling_source(family), FILE, "exec")
 
 
-def _convert(source: Path, destination: Path, kv_heads: int) -> Result:
-    arguments = ["convert", str(source), str(destination), "--kv-heads", str(kv_heads), "--quiet"]
+def _convert(source: Path, destination: Path, kv_heads: int, *more: str) -> Result:
+    arguments = ["convert", str(source), str(destination), "--kv-heads", str(kv_heads), "--quiet", *more]
     return CliRunner().invoke(app, arguments)
 
 
