@@ -90,12 +90,14 @@ def _bart(model_type: str, name: str, auto: str = "AutoModelForSeq2SeqLM", form:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("llama",), SEPARATE),
-    Family("mistral", ("mistral",), SEPARATE),
+    Family("llama", ("llama",), SEPARATE, assumed_heads=32),
+    Family("mistral", ("mistral",), SEPARATE, assumed_heads=32),
     Family("mixtral", ("mixtral",), SEPARATE),
-    Family("qwen2", ("qwen2",), SEPARATE),
+    Family(
+        "qwen2", ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), SEPARATE, assumed_heads=32,
+    ),
     Family("qwen2_moe", ("qwen2_moe",), SEPARATE),
-    Family("qwen3", ("qwen3",), SHARED_NORMS),
+    Family("qwen3", ("qwen3", "qwen3_vl_text"), SHARED_NORMS),
     Family("qwen3_moe", ("qwen3_moe",), SHARED_NORMS),
     Family(
         "phi", ("phi",), DENSE | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED},
@@ -109,6 +111,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("gemma", ("gemma",), SEPARATE),
     Family("gemma2", ("gemma2",), SEPARATE, attention_adds=False),
     Family("gemma3", ("gemma3_text",), SHARED_NORMS, attention_adds=False),
+    Family(
+        "mllama", ("mllama_text_model",), SHARED_NORMS, cross_attention="cross_attn",
+        caution="its cross-attention layers share heads too; they cache as much for every token of an image",
+    ),
     Family("olmo", ("olmo",), SEPARATE, caution=CLIP_CAUTION),
     Family("olmo2", ("olmo2",), WIDE_NORMS, attention_adds=False),
     Family("olmoe", ("olmoe",), WIDE_NORMS, caution=CLIP_CAUTION),

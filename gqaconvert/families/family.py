@@ -121,6 +121,7 @@ class Family:
         when: config values that select this family among those with the same model_type.
         defaults: what the stock config class assumes for the keys of ``when`` and of the forms' ``requires``.
         heads: config keys of the number of query heads, the first that is set counts.
+        assumed_heads: query heads that the config class assumes where no key says, as in LLaVA's config.json.
         layers: config keys of the number of decoder layers.
         classes: auto class -> stock class, of those that a modelling file of ours can stand for.
         refusal: why nothing can be converted, for families that are known and refused.
@@ -142,6 +143,7 @@ class Family:
     when: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
     defaults: Mapping[str, Any] = field(default_factory=lambda: _frozen({}))
     heads: tuple[str, ...] = config.HEADS
+    assumed_heads: int | None = None
     layers: tuple[str, ...] = config.LAYERS
     classes: Mapping[str, str] = field(default_factory=lambda: _frozen({}))
     refusal: str | None = None

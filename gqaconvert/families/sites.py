@@ -14,7 +14,7 @@ from gqaconvert.families.shipped import shipped_keys, stock_class
 
 # Buffers that old checkpoints carry inside attention modules.
 _BUFFERS = frozenset(("rotary_emb.inv_freq", "bias", "masked_bias"))
-_TOWERS = re.compile(r"(^|\.)[^.]*(vision|visual|audio|encoder|vit)[^.]*\.")
+_TOWERS = re.compile(r"(^|\.)[^.]*(vision|visual|audio|encoder|vit|resampler|qformer)[^.]*\.")
 _QUANTISED = frozenset(
     (
         "qweight",
@@ -119,7 +119,7 @@ def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: Model
         UnsupportedModelError: names inside the attention that the family does not declare, or two decoders.
     """
     refuse_foreign_names(entries)
-    heads = config.count(family.heads)
+    heads = config.count(family.heads) or family.assumed_heads
     if heads is None:
         raise CheckpointError(f"config.json has no number of attention heads ({', '.join(family.heads[:2])})")
     hidden = config.count(HIDDEN) if family.conv1d else None

@@ -46,7 +46,8 @@ def freedom_of(site: AttentionSite, family: Family, config: ModelConfig, names: 
         has_bias = any(tensor.part is Part.KEY_NORM_SHARED and tensor.leaf == "bias" for tensor in site.tensors)
         keys = KeyFreedom.FIXED if has_bias else KeyFreedom.SIGN
         limits.append("a norm follows the key projection: K keeps its directions but for signs, V is merged freely")
-    if config.text.get("clip_qkv"):
+    inner = config.text.get("attn_config")  # MPT's level of its own
+    if config.text.get("clip_qkv") or (isinstance(inner, dict) and inner.get("clip_qkv")):
         keys, values_free = KeyFreedom.FIXED, False
         limits.append("clip_qkv clamps q, k and v: neither K nor V can be rotated, both are pooled by the mean")
     if names.intersection(_BETWEEN_VALUE_AND_OUTPUT):
