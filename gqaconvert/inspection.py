@@ -237,8 +237,8 @@ def describe(checkpoint: Checkpoint) -> Inspection:
 def _reason(checkpoint: Checkpoint) -> str | None:
     """Why it cannot be converted, None if it can."""
     family = checkpoint.family
-    if family and family.refusal:
-        return family.refusal
+    if family and (family.refusal or (family.wasteful and not family.forms)):
+        return family.refusal or family.wasteful
     try:
         checkpoint.require_sites()
     except GqaConvertError as error:

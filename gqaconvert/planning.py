@@ -385,6 +385,11 @@ def _plan_work(
                 hint="leave it at adjacent",
             )
         tensors = []
+        if any(tensor.part is Part.QUERY_GATED for tensor in site.tensors):
+            raise UnsupportedModelError(
+                f"--method {recipe.method}: the query projection of {family.name} also makes gates",
+                hint="--method mean leaves it as it is",
+            )
         for part, _, entry in rewritten(site):
             _require_poolable(entry)
             rows = entry.shape[0]
@@ -446,7 +451,7 @@ class _Pooling(NamedTuple):
         return number, source_heads(number, source_count, self.shared)
 
 
-_KEPT = frozenset((Part.QUERY, Part.OUTPUT, Part.KEY_NORM_SHARED))
+_KEPT = frozenset((Part.QUERY, Part.QUERY_GATED, Part.OUTPUT, Part.KEY_NORM_SHARED))
 
 
 def columns(

@@ -40,6 +40,7 @@ ENCODER_CAUTION = (
 
 NO_COUNT = "its stock class in transformers has no setting for fewer KV heads, so nothing could load the result"
 
+NO_REMOTE_COUNT = "its publisher's code has no setting for fewer KV heads, and transformers has no class to build on"
 
 GPT2_ONE = Form(
     {"model_type": "gpt_bigcode", "multi_query": True, "activation_function": Default("gelu_new")},
@@ -173,6 +174,37 @@ FAMILIES: tuple[Family, ...] = (
             Form({"multi_query": False}, frozenset({"all"}), Layout.GROUPS),
         ),
         when={"multi_query": False}, defaults={"multi_query": True},
+    ),
+    Family("lfm2", ("lfm2",), OUT_PROJ | {"q_layernorm": Part.UNTOUCHED, "k_layernorm": Part.KEY_NORM_SHARED}),
+    Family("jamba", ("jamba",), SEPARATE, position=Position.NONE),
+    Family("granitemoehybrid", ("granitemoehybrid",), SEPARATE, attention_adds=False),
+    Family(
+        "qwen3_next", ("qwen3_next",), SHARED_NORMS | {"q_proj": Part.QUERY_GATED}, rotary_fraction=0.25,
+    ),
+    Family(
+        "dbrx", ("dbrx",), {"Wqkv": Part.QKV, "out_proj": Part.OUTPUT}, stack="blocks", attention="norm_attn_norm.attn",
+        layout=Layout.BLOCKS, forms=(Form({"attn_config.kv_n_heads": KV_HEADS}),),
+        caution="attn_config.clip_qkv: the mean of clipped keys is not the clipped mean of the keys",
+    ),
+    # Classes that only their publishers' own code has.
+    Family(
+        "internlm2", ("internlm2",), {"wqkv": Part.QKV, "wo": Part.OUTPUT}, attention="attention",
+        layout=Layout.GROUPS, remote=True,
+    ),
+    Family(
+        "chatglm", ("chatglm",), FUSED, stack="encoder.layers", attention="self_attention", layout=Layout.BLOCKS,
+        position=Position.ROPE_PAIRS, rotary_fraction=0.5, remote=True,
+        forms=(Form({"multi_query_attention": True, "multi_query_group_num": KV_HEADS}, frozenset({"one", "some"})),),
+        when={"multi_query_attention": True}, defaults={"multi_query_attention": False},
+    ),
+    Family(
+        "baichuan", ("baichuan",), {"W_pack": Part.QKV, "o_proj": Part.OUTPUT}, layout=Layout.BLOCKS, remote=True,
+        forms=(), wasteful=NO_REMOTE_COUNT,
+        caution="the 13B model has ALiBi positions, the 7B model rotary ones; its config.json does not say which",
+    ),
+    Family(
+        "qwen", ("qwen",), {"c_attn": Part.QKV, "c_proj": Part.OUTPUT}, stack="h", attention="attn",
+        layout=Layout.BLOCKS, remote=True, forms=(), wasteful=NO_REMOTE_COUNT,
     ),
     # Stock classes without a setting for fewer KV heads: the output brings a modelling file of ours.
     Family(

@@ -13,7 +13,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_lay
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 CONTEXT = ("max_position_embeddings", "n_positions")
 VOCABULARY = ("vocab_size",)
-HEAD_DIM = ("head_dim", "d_kv")
+HEAD_DIM = ("head_dim", "d_kv", "kv_channels")
 LARGEST_SIZE = 2**31
 """Sensible bound of what is counted in tokens; heads and layers have a smaller one."""
 _LARGEST = 2**17
@@ -58,13 +58,20 @@ class ModelConfig:
             CheckpointError: the value is no such number, or absurdly large.
         """
         for name in names:
-            value = self.text.get(name)
+            value = self.value(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
                 raise CheckpointError(f"config.json: {name} is {str(value)[:80]}, not a sensible whole number")
             return value
         return None
+
+    def value(self, name: str) -> Any:  # noqa: ANN401
+        """What stands under a key of the decoder's level; "a.b" is b within a."""
+        found: Any = self.text
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
 
     def matches(self, wanted: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
         """Whether all of ``wanted`` hold, absent keys counting as the config class's defaults."""

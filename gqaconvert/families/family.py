@@ -13,6 +13,7 @@ class Part(Enum):
     """The role of a tensor (or of its weight and bias) inside one attention module."""
 
     QUERY = "query"
+    QUERY_GATED = "query, each head followed by its gate"
     KEY = "key"
     VALUE = "value"
     OUTPUT = "output"
@@ -44,6 +45,7 @@ class Position(Enum):
     ALIBI = "alibi"
     LEARNED = "learned"
     RELATIVE = "relative bias"
+    NONE = "none"
 
 
 class KvHeads(Enum):
@@ -75,7 +77,8 @@ class Form:
     """A shape in which certain KV-head counts can be written.
 
     Attributes:
-        config: keys of config.json to set; `KV_HEADS` stands for the count, a `Default` is set only where absent.
+        config: keys of config.json to set ("a.b" is b within a); `KV_HEADS` stands for the count, a `Default` is set
+            only where absent.
         counts: the counts that this form can express.
         layout: of the output, None for the source's.
         requires: config values without which the form does not exist.
@@ -124,6 +127,8 @@ class Family:
         assumed_heads: query heads that the config class assumes where no key says, as in LLaVA's config.json.
         layers: config keys of the number of decoder layers.
         classes: auto class -> stock class, of those that a modelling file of ours can stand for.
+        remote: the classes are no part of transformers: the layout is the published one, tested against no class.
+        wasteful: why fewer KV heads can only be written expanded, None where a form saves.
         refusal: why nothing can be converted, for families that are known and refused.
         caution: a truth about this family that its user should hear.
     """
@@ -146,6 +151,8 @@ class Family:
     assumed_heads: int | None = None
     layers: tuple[str, ...] = config.LAYERS
     classes: Mapping[str, str] = field(default_factory=lambda: _frozen({}))
+    remote: bool = False
+    wasteful: str | None = None
     refusal: str | None = None
     caution: str | None = None
 

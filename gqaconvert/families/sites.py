@@ -130,7 +130,10 @@ def find_sites(entries: Mapping[str, TensorEntry], family: Family, config: Model
         # Cheap tests first: most names of a large model are no attention.
         if not any(attention in name for attention in family.attentions) or (match := pattern.fullmatch(name)) is None:
             continue
-        if not _TOWERS.search(match[1]) and (tensor := _site_tensor(entry, match[4], family, hidden)) is not None:
+        if (
+            not _TOWERS.search(match[1].removesuffix(f"{family.stack}."))
+            and (tensor := _site_tensor(entry, match[4], family, hidden)) is not None
+        ):
             found.setdefault(_Module(match[1], int(match[2]), match[3]), []).append(tensor)
     _check_stack(found, family, config)
     sites = [
@@ -217,19 +220,36 @@ def _check_stack(found: Iterable[_Module], family: Family, config: ModelConfig) 
     by_attention = [{module.layer for module in modules if module.attention == path} for path in family.attentions]
     # A layer with both kinds of attention means that all have both; otherwise the kinds share the layers among them.
     both = len(by_attention) > 1 and bool(by_attention[0] & by_attention[1])
-    expected = config.count(family.layers)
+    expected = _attention_layers(config, config.count(family.layers))
     for numbers in by_attention if both else [set.union(*by_attention)]:
-        if expected is not None and numbers != set(range(expected)):
-            lost = sorted(set(range(expected)) - numbers)[:5]
+        if expected is not None and numbers != expected:
+            lost = sorted(expected - numbers)[:5]
             raise CheckpointError(
-                f"config.json says {expected} layers, {len(numbers)} have attention tensors"
+                f"config.json says {len(expected)} layers, {len(numbers)} have attention tensors"
                 + (f"; missing: layer {', '.join(map(str, lost))}" if lost else "")
             )
 
 
+def _attention_layers(config: ModelConfig, count: int | None) -> set[int] | None:
+    """The numbers of the layers with softmax attention, all but in hybrids; None where the config does not say."""
+    kinds = config.text.get("layer_types")
+    if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+        return {layer for layer, kind in enumerate(kinds) if kind.endswith("attention") and "linear" not in kind}
+    if count is None:
+        return None
+    if (interval := config.count(("full_attention_interval",))) is not None:
+        return {layer for layer in range(count) if (layer + 1) % interval == 0}
+    if (period := config.count(("attn_layer_period",))) is not None:
+        offset = config.text.get("attn_layer_offset", 4)
+        return {layer for layer in range(count) if layer % period == offset}
+    return set(range(count))
+
+
 def _geometry(prefix: str, tensors: list[SiteTensor], heads: int, config: ModelConfig) -> AttentionGeometry:
     shapes = {(tensor.part, tensor.leaf): tensor.entry.shape for tensor in tensors}
-    needed = (Part.QKV,) if (Part.QKV, "weight") in shapes else (Part.QUERY, Part.KEY, Part.VALUE)
+    gated = (Part.QUERY_GATED, "weight") in shapes
+    query = Part.QUERY_GATED if gated else Part.QUERY
+    needed = (Part.QKV,) if (Part.QKV, "weight") in shapes else (query, Part.KEY, Part.VALUE)
     for part in (*needed, Part.OUTPUT):
         if len(shapes.get((part, "weight"), ())) != 2:
             raise CheckpointError(f"{prefix}: the {part.value} projection's weight is missing or no matrix")
@@ -242,10 +262,10 @@ def _geometry(prefix: str, tensors: list[SiteTensor], heads: int, config: ModelC
         kv_heads = (rows[Part.QKV] // max(head_dim, 1) - heads) // 2
         fits = head_dim > 0 and kv_heads > 0 and rows[Part.QKV] == (heads + 2 * kv_heads) * head_dim
     else:
-        head_dim = rows[Part.QUERY] // heads
+        head_dim = rows[query] // heads // (2 if gated else 1)
         kv_heads = rows[Part.KEY] // max(head_dim, 1)
         fits = (
-            head_dim > 0 and kv_heads > 0 and rows[Part.QUERY] == heads * head_dim
+            head_dim > 0 and kv_heads > 0 and rows[query] == heads * head_dim * (2 if gated else 1)
             and rows[Part.KEY] == kv_heads * head_dim and rows[Part.VALUE] == kv_heads * value_dim
         )  # fmt: skip
     named = {part.value: list(shapes[part, "weight"]) for part in (*needed, Part.OUTPUT)}
@@ -320,6 +340,11 @@ def form_for(family: Family, config: ModelConfig, geometry: AttentionGeometry, k
     """
     if family.refusal:
         raise UnsupportedModelError(f"{config.model_type or family.name}: {family.refusal}")
+    if family.wasteful and not family.forms:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {family.wasteful}",
+            hint="--expanded writes merged heads repeated, which saves nothing",
+        )
     legal = legal_kv_heads(family, config, geometry)
     form = _form(family, config, geometry.with_kv_heads(kv_heads)) if kv_heads in legal else None
     if form is None or kv_heads == geometry.num_key_value_heads:
@@ -374,7 +399,9 @@ def config_changes(family: Family, form: Form, config: ModelConfig, kv_heads: in
     changes: dict[str, Any] = {}
     for key, value in form.config.items():
         if not isinstance(value, Default):
-            changes[key] = kv_heads if value is COUNT else value
+            outer, _, inner = key.partition(".")
+            stands = kv_heads if value is COUNT else value
+            changes[outer] = {**(config.value(outer) or {}), inner: stands} if inner else stands
         elif key not in config.text:
             changes[key] = value.value
     if form.classes:

@@ -98,6 +98,8 @@ class Case:
         config_keys: keys of ``config.json`` that may differ from the source.
         cache_holds_query_heads: targets for which the stock class repeats K/V up to the query heads before it
             stores them, so that fewer K/V heads shrink the weights and not the cache.
+        attention_layers: layers that cache keys and values, None for all.
+        rewrites_queries: whether methods that rewrite whole attention modules apply.
         note: why the case is here.
     """
 
@@ -112,6 +114,8 @@ class Case:
     may_change: str = SEPARATE_TENSORS
     config_keys: frozenset[str] = frozenset({"num_key_value_heads"})
     cache_holds_query_heads: tuple[int, ...] = ()
+    attention_layers: int | None = None
+    rewrites_queries: bool = True
     note: str = ""
 
     def build(self) -> PreTrainedModel:
@@ -365,6 +369,84 @@ CASES: tuple[Case, ...] = (
         refused=(2, 4),
         may_change=r"\.attn\.c_attn\.(weight|bias)$",
         config_keys=frozenset({"multi_query", "num_key_value_heads"}),
+    ),
+    Case(
+        "lfm2",
+        "lfm2",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        attention_layers=1,
+        note="hybrid: only the attention layer has K and V",
+    ),
+    Case(
+        "jamba",
+        "jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": EXPERTS,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+            "pad_token_id": 0,
+        },
+        attention_layers=2,
+        note="hybrid of attention and Mamba, with experts",
+    ),
+    Case(
+        "granitemoehybrid",
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 48,
+            "mamba_d_state": 4,
+            "mamba_n_groups": 1,
+            "shared_intermediate_size": 24,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+        },
+        attention_layers=1,
+    ),
+    Case(
+        "qwen3_next",
+        "qwen3_next",
+        {
+            "head_dim": HEAD_DIM,
+            "num_hidden_layers": 4,
+            "full_attention_interval": 2,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+        attention_layers=2,
+        rewrites_queries=False,
+        note="hybrid; the query projection makes a gate for each head too",
+    ),
+    Case(
+        "dbrx",
+        "dbrx",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": HIDDEN,
+            "n_heads": QUERY_HEADS,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": QUERY_HEADS, "clip_qkv": 0.9, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+        },
+        base={},
+        layout=blocks("Wqkv"),
+        may_change=r"\.Wqkv\.weight$",
+        config_keys=frozenset({"attn_config"}),
     ),
     Case(
         "llama_gqa_source",

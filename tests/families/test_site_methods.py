@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from gqaconvert.cli.app import app
-from tests.families.cases import CASES, VOCABULARY, Case
+from tests.families.cases import CASES as ALL
+from tests.families.cases import VOCABULARY, Case
 from tests.families.reference import expanded_reference
 
 TOKENS = torch.randint(VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(0))
@@ -28,6 +29,7 @@ REORDER_REFUSED = {
     "cohere_use_qk_norm": "norm",
 }
 """Where something else than Q, K, V and O belongs to single heads -> what."""
+CASES = [case for case in ALL if case.rewrites_queries]
 PAIRS = [
     pytest.param(case, method, id=f"{case.name}-{method}")
     for case in CASES
@@ -89,3 +91,13 @@ def test_heads_are_reordered_only_where_their_index_does_not_matter(case: Case, 
     auto: Any = AutoModelForCausalLM  # its methods are not annotated
     merged = auto.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
     assert torch.isfinite(logits(merged)).all()
+
+
+@pytest.mark.parametrize("method", ["subspace", "align"])
+def test_gates_in_the_query_projection_are_named(method: str, tmp_path: Path) -> None:
+    (case,) = (case for case in ALL if not case.rewrites_queries)
+    case.build().save_pretrained(tmp_path / "source")
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--kv-heads", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--method", method])
+    assert result.exit_code == 2
+    assert "gates" in result.stderr
