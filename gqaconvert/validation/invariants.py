@@ -13,9 +13,9 @@ from torch import Tensor
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.families import Part
 from gqaconvert.families.sites import AttentionSite
-from gqaconvert.validation.numbers import Shards
 from gqaconvert.validation.pair import Pair
 from gqaconvert.validation.rows import head_rows, members
+from gqaconvert.validation.shards import Shards
 from gqaconvert.validation.types import Check, verdict
 
 # Rounding moves every number by half a unit in the last place: so much of a head leaves the space it was made in.

@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 from gqaconvert.checkpoint.source import fetch_source
@@ -44,13 +46,14 @@ def validate(
         offline: use only what the Hub's cache holds.
         family: vouches for an unknown model_type.
         on_total: told the bytes to compare, before the comparison.
-        advance: told bytes as they are compared.
+        advance: told bytes as they are compared; called in several threads, one at a time.
 
     Raises:
         InputError: bad input, so that there is no verdict at all.
         MissingExtraError: a level was asked for that needs transformers.
     """
     settings = settings or Settings()
+    advance = _one_at_a_time(advance)
     level = _level(settings, alone=source is None)
     folder = fetch_source(destination, offline=offline)
     if source is None:
@@ -75,12 +78,21 @@ def validate(
     )
 
 
+def _one_at_a_time(advance: Callable[[int], None]) -> Callable[[int], None]:
+    lock = Lock()
+
+    def locked(nbytes: int) -> None:
+        with lock:
+            advance(nbytes)
+
+    return locked
+
+
 _LOADABLE = frozenset(("files.index", "files.tensors", "files.shapes"))
 
 
 def _level(settings: Settings, *, alone: bool) -> Level:
-    from gqaconvert.validation.models import have_transformers
-
+    transformers = find_spec("transformers") is not None
     if alone:
         if settings.level not in (None, "files"):
             raise InputError(f"--level {settings.level} compares with the source", hint="give SRC and DST")
@@ -88,10 +100,10 @@ def _level(settings: Settings, *, alone: bool) -> Level:
     if settings.level is not None:
         if settings.level not in LEVELS:
             raise InputError(f"--level {settings.level}: one of {', '.join(LEVELS)}")
-        if settings.level != "files" and not have_transformers():
+        if settings.level != "files" and not transformers:
             raise MissingExtraError("transformers", "transformers")
         return settings.level
-    return "quality" if have_transformers() else "files"
+    return "quality" if transformers else "files"
 
 
 def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool) -> tuple[list[Check], Quality | None]:
