@@ -109,7 +109,7 @@ def computed_tensors(
 
 
 def _count(rows: Mapping[Part, list[slice]]) -> int:
-    return max(block.stop for blocks in rows.values() for block in blocks)
+    return sum(block.stop - block.start for blocks in rows.values() for block in blocks)
 
 
 COMPUTED = frozenset((Part.KEY, Part.VALUE, Part.QKV, Part.KEY_NORM, Part.KEY_NORM_LIST))

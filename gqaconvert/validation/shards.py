@@ -81,9 +81,7 @@ class Shards:
         except OSError as error:
             raise StorageError(f"cannot read {self.root / shard}: {error.strerror}") from error
 
-    def rows(
-        self, entry: TensorEntry, start: int, count: int, row_size: int, buffer: Buffer | None = None
-    ) -> "Tensor":
+    def rows(self, entry: TensorEntry, start: int, count: int, row_size: int, buffer: Buffer | None = None) -> "Tensor":
         """Rows of a tensor in its stored type: (count, row_size); in ``buffer``, until that is used again."""
         import torch
 

@@ -95,8 +95,8 @@ def main() -> None:
         wall, processor = medians[name, cache], statistics.median(run.processor for run in found)
         peak = max(run.memory for run in found) / 2**20
         print(f"{name:10} {cache}  {wall:6.2f} s  processors {processor:6.2f} s  peak {peak:4.0f} MiB", end="")
-        rival = medians["read both", cache]
-        print(f"  {wall / rival:5.2f} x reading both, {cache}" if name == "validate" else "")
+        plain = medians["read both", cache]
+        print(f"  {wall / plain:5.2f} x reading both, {cache}" if name == "validate" else "")
     print(f"validate warm: {medians['validate', 'warm'] / medians['cat | dd', 'warm']:.2f} x cat | dd")
 
 
