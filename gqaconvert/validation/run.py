@@ -1,13 +1,15 @@
 """Run a validation: the levels one after the other, each with what the ones before have opened."""
 
 import gc
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
-from typing import Any
+from time import monotonic
 
 from gqaconvert.checkpoint.source import fetch_source
-from gqaconvert.errors import CheckpointError, GqaConvertError, InputError, MissingExtraError
+from gqaconvert.errors import CheckpointError, InputError, MissingExtraError, StorageError
 from gqaconvert.inspection import read_provenance
 from gqaconvert.validation.files_level import validate_alone, validate_files
 from gqaconvert.validation.pair import Pair, open_pair
@@ -51,6 +53,7 @@ def validate(
     Raises:
         InputError: bad input, so that there is no verdict at all.
         MissingExtraError: a level was asked for that needs transformers.
+        StorageError: a file cannot be read; or a level was asked for that needs more memory than is free.
     """
     settings = settings or Settings()
     advance = _one_at_a_time(advance)
@@ -110,34 +113,33 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
     from gqaconvert.validation.logits_level import validate_logits
     from gqaconvert.validation.models import load_strictly
 
-    needed = 2 * 4 * sum(tensor.source.numel for tensor in pair.expected)
-    free = _free_memory()
-    if free is not None and needed > free:
-        why = f"two models in float32 take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-        return [skipped("logits.loading", why)], None
-    name = "logits.loading"
+    lack = _lack_of_memory(pair, settings, level)
+    if lack is not None:
+        if not defaulted:
+            raise StorageError(lack, hint="--level files streams and needs little")
+        return [skipped("logits.loading", lack)], None
+    name, begun = "logits.loading", monotonic()
     try:
         model, faults = load_strictly(pair.folder)
     except CheckpointError as error:
         return [verdict(name, [error.message], "", "the stock loader refuses the folder")], None
-    checks = [
-        verdict(name, faults, "the stock class takes every tensor and misses none", "the stock class does not fit")
-    ]
     source, _ = load_strictly(pair.source_folder)
+    good = "the stock class takes every tensor and misses none"
+    checks = [verdict(name, faults, good, "the stock class does not fit", seconds=monotonic() - begun)]
     quality: Quality | None = None
+    later: list[Check] = []
     if level == "quality":
         from gqaconvert.validation.quality_level import judge, measure
 
+        begun = monotonic()
         try:
             quality = measure(pair, source, model, settings)
-        except GqaConvertError as error:
+        except InputError as error:
             if not defaulted:
                 raise
             later = [skipped("quality.perplexity", error.message)]
         else:
-            later = judge(quality, settings)
-    else:
-        later = []
+            later = judge(quality, settings, monotonic() - begun)
     # The reference is made out of the source's model, so it comes last.
     checks += validate_logits(pair, source, model, settings)
     del source, model
@@ -145,13 +147,43 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
     return [*checks, *later], quality
 
 
+def _lack_of_memory(pair: Pair, settings: Settings, level: Level) -> str | None:
+    """What two models in float32 and their activations take, where that is more than there is; None if it fits."""
+    free = _free_memory()
+    weights = 4 * sum(tensor.source.numel + math.prod(tensor.shape) for tensor in pair.expected)
+    needed = weights
+    if level == "quality":
+        from gqaconvert.validation.quality_level import activations
+
+        needed += activations(pair, settings)
+    if free is None or needed <= free:
+        return None
+    return (
+        f"two models in float32 with what they compute take {needed / 2**30:.1f} GiB "
+        f"({weights / 2**30:.1f} of weights), and {free / 2**30:.1f} GiB are free"
+    )
+
+
 def _free_memory() -> int | None:
+    """Bytes that can be taken without swapping: of the machine, or of the container if that is less."""
+    free: list[int] = []
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-            fields: dict[str, Any] = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         return None
+    for limit, used in _CGROUPS:
+        try:
+            free.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(free)
+
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def _by_layer(errors: list[TensorError]) -> tuple[TensorError, ...]:

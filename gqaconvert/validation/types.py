@@ -1,5 +1,6 @@
 """What flows through a validation: settings, checks, the report. No torch."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
@@ -158,11 +159,20 @@ class ValidationReport:
         return not self.failed
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form."""
+        """The documented JSON form; numbers that are not finite, which JSON has not, are null."""
         quality = None if self.quality is None else {**asdict(self.quality), "perplexity_ratio": self.quality.ratio}
         checks = [{"level": check.level, **asdict(check)} for check in self.checks]
         document = {**asdict(self), "checks": checks, "quality": quality}
-        return {"schema": SCHEMA, "passed": self.passed, **document}
+        plain: dict[str, Any] = _finite({"schema": SCHEMA, "passed": self.passed, **document})
+        return plain
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def verdict(name: str, faults: Sequence[str], good: str, bad: str, *, seconds: float = 0.0, **figures: float) -> Check:
