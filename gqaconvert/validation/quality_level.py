@@ -127,6 +127,10 @@ def judge(quality: Quality, settings: Settings, seconds: float) -> list[Check]:
     checks = []
     for name, value, limit, unit, at_least, label in limits:
         message = f"{label}: {value:.3f} {unit}"
+        if not math.isfinite(value):
+            checks.append(Check(name, "failed", f"{label}: not a finite number", (), {"value": value}, seconds))
+            seconds = 0.0
+            continue
         if limit is None:
             checks.append(Check(name, "passed", f"{message} (no threshold)", (), {"value": value}, seconds))
             seconds = 0.0

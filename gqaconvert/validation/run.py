@@ -9,8 +9,9 @@ from threading import Lock
 from time import monotonic
 
 from gqaconvert.checkpoint.source import fetch_source
-from gqaconvert.errors import CheckpointError, InputError, MissingExtraError, StorageError
+from gqaconvert.errors import CheckpointError, EnvironmentFailure, InputError, MissingExtraError
 from gqaconvert.inspection import read_provenance
+from gqaconvert.texts import text_path
 from gqaconvert.validation.files_level import validate_alone, validate_files
 from gqaconvert.validation.pair import Pair, open_pair
 from gqaconvert.validation.types import (
@@ -53,11 +54,14 @@ def validate(
     Raises:
         InputError: bad input, so that there is no verdict at all.
         MissingExtraError: a level was asked for that needs transformers.
-        StorageError: a file cannot be read; or a level was asked for that needs more memory than is free.
+        StorageError: a file cannot be read.
+        EnvironmentFailure: a level was asked for that needs more memory than is free.
     """
     settings = settings or Settings()
     advance = _one_at_a_time(advance)
     level = _level(settings, alone=source is None)
+    if settings.text is not None:
+        text_path(settings.text)
     folder = fetch_source(destination, offline=offline)
     if source is None:
         checks = validate_alone(folder, advance, family=family)
@@ -116,7 +120,7 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
     lack = _lack_of_memory(pair, settings, level)
     if lack is not None:
         if not defaulted:
-            raise StorageError(lack, hint="--level files streams and needs little")
+            raise EnvironmentFailure(lack, hint="--level files streams and needs little")
         return [skipped("logits.loading", lack)], None
     name, begun = "logits.loading", monotonic()
     try:
