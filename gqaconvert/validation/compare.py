@@ -62,7 +62,7 @@ def compare_tensors(
             "files.untouched",
             faults["untouched"],
             f"{counts['untouched']} tensors are the source's, "
-            + ("rounded once" if pair.recipe.get("dtype") else "bit by bit"),
+            + ("rounded once" if pair.record.dtype else "bit by bit"),
             f"{len(faults['untouched'])} tensors differ that no conversion touches",
             seconds=seconds["untouched"] + comparing,
         ),

@@ -12,10 +12,11 @@ from typing import Any
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import TensorEntry
-from gqaconvert.checkpoint.index import CheckpointIndex, Problem
-from gqaconvert.inspection import read_checkpoint, read_provenance
+from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.inspection import read_checkpoint
 from gqaconvert.sidecars import CONFIG, PROVENANCE, output_name, plan_sidecars
 from gqaconvert.validation.pair import Pair, stored_type
+from gqaconvert.validation.record import Record, read_record
 from gqaconvert.validation.scan import Scan
 from gqaconvert.validation.shards import Buffer, Shards, first_difference
 from gqaconvert.validation.types import Check, TensorError, skipped, timed, verdict
@@ -62,7 +63,7 @@ def validate_alone(folder: LocalFolder, advance: Advance, *, family: str | None 
         StorageError: a file cannot be read.
     """
     checkpoint = read_checkpoint(folder, family=family)
-    record = read_provenance(folder) or {}
+    record = read_record(folder)
     with Scan(checkpoint.index, record, {}, None, advance) as scan:
         obstacle = [] if checkpoint.obstacle is None else [checkpoint.obstacle.message]
         return [
@@ -71,6 +72,7 @@ def validate_alone(folder: LocalFolder, advance: Advance, *, family: str | None 
             timed(lambda: tied(checkpoint.index, checkpoint.config.raw)),
             timed(lambda: _finite(checkpoint.index, folder, advance)),
             scan.hashes(),
+            _record_alone(record),
             skipped("files.untouched", "no source to compare with"),
             skipped("files.pooled-weights", "no source to compute them from"),
         ]
@@ -96,15 +98,8 @@ def comparable(pair: Pair) -> frozenset[str]:
 
 
 def _index(index: CheckpointIndex) -> Check:
-    def counts(problem: Problem) -> bool:
-        return problem.severity == "error" or problem.code in (
-            "total-size",
-            "unlisted-tensor",
-            "stray-weights",
-            "two-sources",
-        )
-
-    faults = [f"{problem.subject}: {problem.message}" for problem in index.problems if counts(problem)]
+    # What a conversion takes with a warning, its output must not have.
+    faults = [f"{problem.subject}: {problem.message}" for problem in index.problems]
     good = f"{len(index.entries)} tensors in {len(index.shards)} file(s), index and total_size agree"
     return verdict("files.index", faults, good, "index and shards contradict each other", total_size=index.total_size)
 
@@ -202,26 +197,30 @@ def _same_bytes(index: CheckpointIndex, left: TensorEntry, right: TensorEntry) -
     return True
 
 
+def _record_alone(record: Record) -> Check:
+    if not record.present:
+        return skipped("files.record", f"no {PROVENANCE}: not made by gqaconvert")
+    return verdict("files.record", record.faults, f"{PROVENANCE} is whole", f"{PROVENANCE} is damaged")
+
+
 def _record(pair: Pair) -> Check:
-    name = "files.record"
-    if not pair.record:
+    name, record = "files.record", pair.record
+    if not record.present:
         return skipped(name, f"no {PROVENANCE}: not made by gqaconvert; taken for a mean")
-    faults = []
-    source, result = pair.record.get("source"), pair.record.get("result")
     geometry = pair.source.sites[0].geometry
-    for place, key, actual in (
-        (pair.recipe, "num_key_value_heads", pair.kv_heads),
-        (result, "num_key_value_heads", pair.kv_heads),
-        (result, "total_size", _stored_size(pair)),
-        (source, "num_key_value_heads", geometry.num_key_value_heads),
-        (source, "num_attention_heads", geometry.num_attention_heads),
-        (source, "total_size", pair.source.index.total_size),
-    ):
-        said = place.get(key) if isinstance(place, dict) else None
-        if said != actual:
-            faults.append(f"{PROVENANCE}: {key} is {json.dumps(said)}, found {actual}")
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("num_key_value_heads of the recipe", record.num_key_value_heads, pair.kv_heads),
+        ("num_key_value_heads of the result", record.result.get("num_key_value_heads"), pair.kv_heads),
+        ("total_size of the result", record.result.get("total_size"), _stored_size(pair)),
+        ("num_key_value_heads of the source", record.source.get("num_key_value_heads"), geometry.num_key_value_heads),
+        ("num_attention_heads of the source", record.source.get("num_attention_heads"), geometry.num_attention_heads),
+        ("total_size of the source", record.source.get("total_size"), pair.source.index.total_size),
+    )
+    faults = [f"{PROVENANCE}: {what} is {json.dumps(said)[:80]}, found {actual}"
+              for what, said, actual in facts if said != actual]  # fmt: skip
     good = f"{PROVENANCE} describes these two folders"
-    return verdict(name, faults, good, f"{PROVENANCE} describes other folders")
+    bad = f"{PROVENANCE} is damaged" if record.faults else f"{PROVENANCE} describes other folders"
+    return verdict(name, record.faults or faults, good, bad)
 
 
 def _stored_size(pair: Pair) -> int:

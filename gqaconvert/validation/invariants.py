@@ -105,8 +105,7 @@ def check_invariants(
         StorageError: a file cannot be read.
     """
     begun = monotonic()
-    recipe = pair.recipe
-    open_ended = recipe.get("refine") is not None or recipe.get("grouping", "adjacent") != "adjacent"
+    open_ended = not pair.record.exact
     not_finite: list[str] = []
     findings = _Findings()
     for site in pair.source.sites:
@@ -142,7 +141,7 @@ class _Site:
         self.after = _Side(site, output, pair.index.entries, pair.layouts[1], target)
         self.freedom: Freedom = freedom_of(site, family, config, pair.source.inner_names)
         self.aligned = pair.method == "align"
-        self.calibrated = pair.recipe.get("calibration") is not None
+        self.calibrated = pair.record.calibrated
         self.findings = findings
         # Rounding moves a number by at most half of eps, and so a head; what is read off Q' and O' has that error too.
         types = {torch_type(pair.index.entries[entry.name].dtype) for _, _, entry in rewritten(site)}

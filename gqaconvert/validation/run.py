@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -10,10 +11,10 @@ from time import monotonic
 
 from gqaconvert.checkpoint.source import fetch_source
 from gqaconvert.errors import CheckpointError, EnvironmentFailure, InputError, MissingExtraError
-from gqaconvert.inspection import read_provenance
 from gqaconvert.texts import text_path
 from gqaconvert.validation.files_level import validate_alone, validate_files
 from gqaconvert.validation.pair import Pair, open_pair
+from gqaconvert.validation.record import read_record
 from gqaconvert.validation.types import (
     LEVELS,
     NORMAL,
@@ -59,15 +60,14 @@ def validate(
     """
     settings = settings or Settings()
     advance = _one_at_a_time(advance)
-    level = _level(settings, alone=source is None)
+    level, chosen = _level(settings, alone=source is None)
     if settings.text is not None:
         text_path(settings.text)
     folder = fetch_source(destination, offline=offline)
     if source is None:
         checks = validate_alone(folder, advance, family=family)
-        record = read_provenance(folder) or {}
-        recipe = record.get("recipe")
-        method = str(recipe.get("method")) if isinstance(recipe, dict) else None
+        record = read_record(folder)
+        method = record.method if record.present else None
         return ValidationReport(None, destination, method, level, None, tuple(checks))
     pair = open_pair(fetch_source(source, revision=revision, offline=offline), folder, family=family)
     on_total(sum(tensor.source.nbytes for tensor in pair.expected))
@@ -77,7 +77,7 @@ def validate(
         if any(check.status == "failed" and check.name in _LOADABLE for check in checks):
             checks += [skipped("logits.loading", "the files' structure is wrong: no model is run")]
         else:
-            run, quality = _run_models(pair, settings, level, defaulted=settings.level is None)
+            run, quality = _run_models(pair, settings, level, defaulted=not chosen)
             checks += run
     notes = _notes(pair, level)
     return ValidationReport(
@@ -98,19 +98,29 @@ def _one_at_a_time(advance: Callable[[int], None]) -> Callable[[int], None]:
 _LOADABLE = frozenset(("files.index", "files.tensors", "files.shapes"))
 
 
-def _level(settings: Settings, *, alone: bool) -> Level:
+def _level(settings: Settings, *, alone: bool) -> tuple[Level, bool]:
+    """The last level to run, and whether somebody asked for it."""
     transformers = find_spec("transformers") is not None
+    limits = {"--max-ppl-ratio": settings.max_ppl_ratio, "--max-kl": settings.max_kl, "--min-top1": settings.min_top1}
+    given = [name for name, limit in limits.items() if limit is not None]
+    for name in given:
+        if not (math.isfinite(limit := limits[name] or 0.0) and limit >= 0) or (name == "--min-top1" and limit > 1):
+            raise InputError(f"{name} {limits[name]}: no sensible limit")
+    if given and settings.level is None and not alone:
+        settings = replace(settings, level="quality")
+    if given and settings.level != "quality":
+        raise InputError(f"{given[0]} is judged at the level quality", hint="leave out --level, and give SRC and DST")
     if alone:
         if settings.level not in (None, "files"):
             raise InputError(f"--level {settings.level} compares with the source", hint="give SRC and DST")
-        return "files"
+        return "files", True
     if settings.level is not None:
         if settings.level not in LEVELS:
             raise InputError(f"--level {settings.level}: one of {', '.join(LEVELS)}")
         if settings.level != "files" and not transformers:
             raise MissingExtraError("transformers", "transformers")
-        return settings.level
-    return "quality" if transformers else "files"
+        return settings.level, True
+    return "quality" if transformers else "files", False
 
 
 def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool) -> tuple[list[Check], Quality | None]:
@@ -200,6 +210,6 @@ def _notes(pair: Pair, level: Level) -> tuple[str, ...]:
         notes.append("models were loaded and run in float32, whatever type their weights are stored in")
     if level == "quality" and pair.kv_heads < pair.source.sites[0].geometry.num_key_value_heads:
         notes.append(NORMAL)
-    if not pair.record:
+    if not pair.record.present:
         notes.append("no gqaconvert.json: taken for a conversion by mean")
     return tuple(notes)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any
 
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import ShardHeader, TensorEntry
 from gqaconvert.checkpoint.index import CheckpointIndex
 from gqaconvert.sidecars import PROVENANCE
+from gqaconvert.validation.record import Record
 from gqaconvert.validation.shards import Buffer, Shards, first_difference
 from gqaconvert.validation.types import Check, skipped, verdict
 
@@ -44,7 +44,7 @@ class Scan:
     def __init__(
         self,
         index: CheckpointIndex,
-        record: Mapping[str, Any],
+        record: Record,
         copied: Mapping[str, TensorEntry],
         source: Path | None,
         advance: Advance,
@@ -53,13 +53,12 @@ class Scan:
 
         Args:
             index: the output.
-            record: its gqaconvert.json; the shards that it has hashes of are hashed.
+            record: its gqaconvert.json; the shards that this has hashes of are hashed.
             copied: tensors of the output that must be a source's tensor bit by bit.
             source: folder of the source, None if ``copied`` is empty.
             advance: told the bytes compared; called in threads.
         """
-        recorded = record.get("shards")
-        self._record = recorded if isinstance(recorded, dict) else {}
+        self._recorded = record.hashes
         self._index, self._copied, self._source, self._advance = index, copied, source, advance
         self._pool = ThreadPoolExecutor(_THREADS)
         self._stop = Event()
@@ -87,16 +86,16 @@ class Scan:
             StorageError: a file cannot be read.
         """
         name = "files.hashes"
-        if not self._record:
+        if not self._recorded:
             return skipped(name, f"no {PROVENANCE} with hashes")
         present = {shard.shard for shard in self._index.shards}
-        faults = [f"{shard} is recorded and not there" for shard in self._record.keys() - present]
-        faults += [f"{shard} is not in the record" for shard in present - self._record.keys()]
+        faults = [f"{shard} is recorded and not there" for shard in self._recorded.keys() - present]
+        faults += [f"{shard} is not in the record" for shard in present - self._recorded.keys()]
         seconds = 0.0
-        for shard in present & self._record.keys():
-            fields, result = self._record[shard], self._results[shard].result()
+        for shard in present & self._recorded.keys():
+            result = self._results[shard].result()
             seconds += result.hashing
-            if result.digest != (fields.get("sha256") if isinstance(fields, dict) else None):
+            if result.digest != self._recorded[shard]:
                 faults.append(f"{shard} has another SHA-256 than {PROVENANCE} says: changed, or of another run")
         good = f"{len(present)} file(s) have the hashes of {PROVENANCE}"
         bad = f"files are not those that {PROVENANCE} records"
@@ -105,7 +104,7 @@ class Scan:
     def _scan(self, shard: ShardHeader) -> _Result:
         assert isinstance(self._index.files, LocalFolder)
         found = _Result()
-        digest = hashlib.sha256() if shard.shard in self._record else None
+        digest = hashlib.sha256() if shard.shard in self._recorded else None
         ours, theirs = Buffer(_PIECE), Buffer(_PIECE)
         with Shards(self._index.files.root) as output, Shards(self._source or Path()) as source:
             for tensor, entry, start, size in self._pieces(shard):

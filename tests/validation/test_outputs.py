@@ -131,6 +131,11 @@ def test_bad_input(tmp_path: Path) -> None:
     fails(2, "validate", tmp_path / "nothing", output)
     fails(2, "validate", TINY, output, "--level", "everything")
     fails(2, "validate", output, "--level", "logits")
+    # A threshold that nobody would look at, or that nothing can meet, is no check.
+    fails(2, "validate", TINY, output, "--level", "files", "--max-kl", 1)
+    fails(2, "validate", output, "--max-kl", 1)
+    fails(2, "validate", TINY, output, "--max-kl", "nan")
+    fails(2, "validate", TINY, output, "--min-top1", 7)
 
 
 def test_the_action_runs(tmp_path: Path) -> None:
