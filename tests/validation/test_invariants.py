@@ -179,7 +179,7 @@ def test_other_structures(tmp_path: Path, case: Case) -> None:
 def test_calibrated(tmp_path: Path) -> None:
     """The weights of calibration are not in the output: K must still be made of its group's heads, pair by pair."""
     text = tmp_path / "text.txt"
-    text.write_text((ROOT / "examples" / "calibration.txt").read_text()[:1500])
+    text.write_text((ROOT / "examples" / "calibration.txt").read_text()[:2400])
     source = ROOT / "examples" / "tiny-llama"
     output = convert(source, tmp_path / "out", "--kv-heads", 2, "--method", "subspace", "--calibrate", text)
     assert failed(source, output) == set()
