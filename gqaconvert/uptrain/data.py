@@ -152,7 +152,7 @@ class TokenData:
         The global batch is the same for any number of processes. No window is seen twice within an epoch.
         """
         first = step * batch_size
-        return self.windows([self._place(seed, first + row) for row in range(rank, batch_size, world)])
+        return self.samples(seed, [first + row for row in range(rank, batch_size, world)])
 
     def ordered(self, batch_size: int) -> Iterator[Batch]:
         """All windows in the order of the text, for evaluation; the last batch may be smaller."""
@@ -180,6 +180,10 @@ class TokenData:
             )
         rest = self.count - held_out
         return replace(self, count=rest), replace(self, first=self.first + rest, count=held_out)
+
+    def samples(self, seed: int, numbers: list[int]) -> Batch:
+        """Chosen samples of the whole run, counted over all steps: sample ``step * batch_size + row`` is that row."""
+        return self.windows([self._place(seed, number) for number in numbers])
 
     def _place(self, seed: int, sample: int) -> int:
         epoch, place = divmod(sample, self.count)
@@ -463,6 +467,23 @@ class _Encoder:
                 hint="the tokenizer in the model's folder is not the model's",
             )
         return found
+
+
+def open_parts(
+    tokens: Path, eval_tokens: Path | None, eval_windows: int, *, seq_len: int, packing: str
+) -> tuple[TokenData, TokenData | None]:
+    """(what is trained on, what is evaluated on): other text, or the last windows of the same; None for no evaluation.
+
+    Raises:
+        InputError: a folder does not hold what was asked for.
+    """
+    data = open_tokens(tokens, seq_len=seq_len, packing=packing)
+    if not eval_windows:
+        return data, None
+    if eval_tokens is None:
+        return data.split(eval_windows)
+    held_out = open_tokens(eval_tokens, seq_len=seq_len, packing=packing)
+    return data, replace(held_out, count=min(held_out.count, eval_windows))
 
 
 def usable(data: TokenData, needed: int) -> str | None:

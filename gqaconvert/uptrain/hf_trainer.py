@@ -1,0 +1,376 @@
+"""The backend ``transformers``: Hugging Face's Trainer, and by it DeepSpeed and configurations of accelerate.
+
+The order of the text, the loss, the optimiser and the schedule are those of every backend; the loop, the distribution
+and the files of a checkpoint are the Trainer's. Backend options are fields of ``TrainingArguments`` (``deepspeed``,
+``fsdp``, ``fsdp_config``, ``torch_compile`` ...), and ``accelerate_config``: a file for ``accelerate launch``.
+
+A checkpoint of the Trainer is written in place, so that a kill leaves half of one, which the Trainer would take for the
+last. Here a checkpoint counts only with a record of its files, written after all of them.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gqaconvert.checkpoint.writer import sync_tree, write_file
+from gqaconvert.errors import EnvironmentFailure, GqaConvertError, InputError, MissingExtraError, StorageError
+from gqaconvert.uptrain.job import Capabilities, Job, OnEvent, Outcome
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+CHECKPOINTS, RECORD, OUTCOME = "hf-checkpoints", "gqaconvert-complete.json", "outcome.json"
+LAUNCH_OPTION = "accelerate_config"
+_OURS = frozenset((
+    "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "seed",
+    "data_seed", "optim", "bf16", "fp16", "logging_steps", "logging_strategy", "save_strategy", "save_steps",
+    "save_total_limit", "eval_strategy", "eval_steps", "resume_from_checkpoint", "report_to", "use_cpu",
+    "train_sampling_strategy", "remove_unused_columns", "gradient_checkpointing", "activation_checkpointing", "average_tokens_across_devices",
+    "logging_nan_inf_filter", "disable_tqdm",
+))  # fmt: skip
+"""Fields that the job decides."""
+
+
+class TransformersTrainer:
+    """HF Trainer as a backend."""
+
+    name: ClassVar[str] = "transformers"
+
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return Capabilities(
+            losses=("lm", "distill", "mixed"), trainable=("all", "attention", "kv"), processes=True, exact_resume=True,
+            encoder_decoder=True,
+        )  # fmt: skip
+
+    def check(self, job: Job) -> list[str]:
+        """What would go wrong, without side effects."""
+        missing = [package for package in ("transformers", "accelerate") if find_spec(package) is None]
+        if missing:
+            return [f"not installed: {' and '.join(missing)} (pip install 'gqaconvert[hf-trainer]')"]
+        problems = _option_problems(job.backend_options)
+        if job.batch_size % (job.micro_batch * job.nproc):
+            problems.append(
+                f"a batch of {job.batch_size} is no multiple of {job.nproc} processes x {job.micro_batch} sequences"
+            )
+        return problems
+
+    def notes(self, job: Job) -> list[str]:
+        """What a user should know of how this job will run."""
+        import torch
+
+        if torch.cuda.is_available():
+            return []
+        found = []
+        if {"fsdp", "fsdp_config"} & job.backend_options.keys():
+            found.append(
+                "on CPU the Trainer does not shard: what runs is DDP, each process with the whole model, not FSDP"
+            )
+        elif job.nproc > 1:
+            found.append("on CPU the processes run as DDP (gloo), each with the whole model; nothing is sharded")
+        return found
+
+    def run(self, job: Job, on_event: OnEvent) -> Outcome:
+        """Train, from the last complete checkpoint if there is one.
+
+        Raises:
+            GqaConvertError: known failures.
+            KeyboardInterrupt: on SIGINT and SIGTERM, after a checkpoint.
+        """
+        if faults := self.check(job):
+            raise InputError("; ".join(faults))
+        if "LOCAL_RANK" in os.environ or (job.nproc == 1 and LAUNCH_OPTION not in job.backend_options):
+            return _train(job, on_event)
+        return _launch(job, on_event)
+
+
+def _option_problems(options: Mapping[str, Any]) -> list[str]:
+    from transformers import TrainingArguments
+
+    known = {field.name for field in dataclasses.fields(TrainingArguments)} | {LAUNCH_OPTION}
+    problems = [f"TrainingArguments has no field {name!r}" for name in sorted(options.keys() - known)]
+    problems += [f"{name!r} is decided by the job, not by a backend option" for name in sorted(options.keys() & _OURS)]
+    for name in (LAUNCH_OPTION, "deepspeed"):
+        file = options.get(name)
+        if isinstance(file, str) and not Path(file).is_file():
+            problems.append(f"{name}: no such file: {file}")
+    if "deepspeed" in options and find_spec("deepspeed") is None:
+        problems.append("the package deepspeed is not installed")
+    return problems
+
+
+def _train(job: Job, on_event: OnEvent) -> Outcome:
+    """The run of this process, alone or as one of several."""
+    if find_spec("transformers") is None:
+        raise MissingExtraError("transformers", "transformers")
+    import torch
+
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    with _quiet():
+        return _trained(job, on_event)
+
+
+def _trained(job: Job, on_event: OnEvent) -> Outcome:
+    from transformers.trainer_utils import set_seed
+
+    from gqaconvert.uptrain.data import open_parts
+    from gqaconvert.uptrain.hf_loop import LoopTrainer
+    from gqaconvert.uptrain.models import load_teacher, prepare_model
+
+    parts = open_parts(
+        Path(job.tokens), Path(job.eval_tokens) if job.eval_tokens else None, job.eval_windows,
+        seq_len=job.seq_len, packing=job.packing,
+    )  # fmt: skip
+    arguments = training_arguments(job)
+    set_seed(job.seed)
+    model, _ = prepare_model(job)
+    teacher = load_teacher(job, model, share=arguments.deepspeed is None and not arguments.fsdp)
+    checkpoint = last_complete(job.folder / CHECKPOINTS)
+    trainer = LoopTrainer(job, arguments, model, teacher, parts, on_event, checkpoint)
+    with _signals(trainer.stopper):
+        return trainer.run()
+
+
+def training_arguments(job: Job) -> "TrainingArguments":
+    """The job as the Trainer's settings.
+
+    Raises:
+        InputError: the Trainer refuses them.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    world = int(os.environ.get("WORLD_SIZE", job.nproc))
+    options = {name: value for name, value in job.backend_options.items() if name != LAUNCH_OPTION}
+    if job.batch_size % (job.micro_batch * world):
+        raise InputError(
+            f"a batch of {job.batch_size} is no multiple of {world} processes x {job.micro_batch} sequences"
+        )
+    try:
+        return TrainingArguments(
+            output_dir=str(job.folder / CHECKPOINTS),
+            max_steps=job.steps,
+            per_device_train_batch_size=job.micro_batch,
+            gradient_accumulation_steps=job.batch_size // (job.micro_batch * world),
+            learning_rate=job.learning_rate,
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.clip,
+            bf16=job.precision == "bfloat16",
+            use_cpu=not torch.cuda.is_available(),
+            seed=job.seed,
+            train_sampling_strategy="sequential",
+            average_tokens_across_devices=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            logging_strategy="steps",
+            logging_steps=1,
+            logging_nan_inf_filter=False,  # it would put the mean of earlier losses in a NaN's place
+            save_strategy="steps",
+            save_steps=job.checkpoint_every,
+            save_total_limit=None,  # rotated here, once the newer one is complete
+            report_to=list(job.report_to) or "none",
+            disable_tqdm=True,
+            **{"ddp_find_unused_parameters": False, **options},
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"the Trainer refuses its settings: {' '.join(str(error).split())[:300]}") from error
+
+
+def record_complete(folder: Path) -> None:
+    """Say that a checkpoint is whole: names and sizes of its files, written and forced to the disk after them.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    sync_tree(folder)
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    temporary = folder / f"{RECORD}.new"
+    write_file(temporary, json.dumps({"files": sizes}).encode())
+    temporary.replace(folder / RECORD)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has its record, and all files that it names, in full."""
+    try:
+        files = json.loads((folder / RECORD).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints, complete or not, by step."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The last complete checkpoint, None if there is none."""
+    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Delete what is not complete, and all but the last ``keep`` checkpoints."""
+    complete = [path for path in checkpoints(folder) if is_complete(path)]
+    for path in checkpoints(folder):
+        if path not in complete[-max(1, keep) :]:
+            (path / RECORD).unlink(missing_ok=True)  # first: half a folder must not look whole
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class Stopper:
+    """Asks a loop to stop after the present step: on a signal, or when the time is over."""
+
+    def __init__(self, max_seconds: float | None) -> None:
+        self.interrupted = False
+        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
+
+    def wants(self) -> bool:
+        """Whether it is time to stop."""
+        return self.interrupted or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No advice and no bars of transformers on the terminal; its errors remain."""
+    from transformers.utils import logging
+
+    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _signals(stopper: Stopper) -> Iterator[None]:
+    """SIGINT and SIGTERM ask for a stop; a second one of them acts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if stopper.interrupted:
+            raise KeyboardInterrupt
+        stopper.interrupted = True
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _launch(job: Job, on_event: OnEvent) -> Outcome:
+    """Run the job in several processes: by torchrun, or by ``accelerate launch`` where a configuration is given."""
+    folder = job.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / OUTCOME).unlink(missing_ok=True)
+    job.save(folder / "job.json")
+    module = ["-m", "gqaconvert.uptrain.hf_trainer", str(folder / "job.json")]
+    if config := job.backend_options.get(LAUNCH_OPTION):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
+    with (folder / "processes.log").open("ab") as log:
+        # A session of its own: a Ctrl-C reaches the processes once, by us.
+        running = subprocess.Popen([*command, *module], stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+    stopper = Stopper(None)
+    asked = False
+    position = 0
+    with _signals(stopper):
+        while True:
+            ended = running.poll() is not None
+            position = _follow(job.metrics, position, on_event)
+            if ended:
+                break
+            if stopper.interrupted and not asked:
+                running.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(0.1)
+    try:
+        document = json.loads((folder / OUTCOME).read_text())
+    except (OSError, ValueError):
+        raise EnvironmentFailure(
+            f"the processes ended with {running.returncode} and no result",
+            hint=f"their output is in {folder}/processes.log",
+        ) from None
+    return _outcome_of(document)
+
+
+def _follow(path: Path, position: int, on_event: OnEvent) -> int:
+    """Report the lines that were added to the metrics since; returns where to go on."""
+    if not path.exists():
+        return position
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) < position:  # cut back on resumption
+            position = 0
+        file.seek(position)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            position += len(line)
+            with contextlib.suppress(ValueError):
+                on_event(json.loads(line))
+    return position
+
+
+def _outcome_of(document: dict[str, Any]) -> Outcome:
+    if document["kind"] == "outcome":
+        fields = document["outcome"]
+        return Outcome(**{**fields, "spikes": tuple(fields["spikes"])})
+    if document["kind"] == "interrupted":
+        raise KeyboardInterrupt
+    import gqaconvert.errors
+
+    kind = getattr(gqaconvert.errors, document["error"], GqaConvertError)
+    error = GqaConvertError.__new__(kind)
+    GqaConvertError.__init__(error, document["message"], hint=document["hint"])
+    raise error
+
+
+def main(path: str) -> int:
+    """One of several processes: runs the job; rank 0 leaves the result beside it."""
+    job = Job.load(Path(path))
+    document: dict[str, Any]
+    code = 0
+    try:
+        document = {"kind": "outcome", "outcome": dataclasses.asdict(_train(job, lambda record: None))}
+    except KeyboardInterrupt:
+        document = {"kind": "interrupted"}
+    except GqaConvertError as error:
+        document = {"kind": "error", "error": type(error).__name__, "message": error.message, "hint": error.hint}
+        code = error.exit_code
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            write_file(job.folder / OUTCOME, json.dumps(document).encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {job.folder}: {error.strerror}") from error
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

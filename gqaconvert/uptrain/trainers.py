@@ -1,0 +1,69 @@
+"""The trainer backends that are installed: entry points, imported only when one is chosen."""
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from gqaconvert.errors import InputError, MissingExtraError
+from gqaconvert.uptrain.job import Capabilities, Trainer
+
+GROUP = "gqaconvert.trainers"
+_BUILT_IN = {
+    "torch": "gqaconvert.uptrain.torch_trainer:TorchTrainer",
+    "transformers": "gqaconvert.uptrain.hf_trainer:TransformersTrainer",
+}
+"""Also registered as entry points; here so that a checkout that is not installed has them, and no one replaces them."""
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    """A backend as `gqaconvert trainers` lists it; ``fault`` says why it cannot be used."""
+
+    name: str
+    package: str
+    capabilities: Capabilities | None
+    fault: str | None
+
+
+def load_trainer(name: str) -> Trainer:
+    """The backend of that name.
+
+    Raises:
+        InputError: there is none, or its package is broken.
+        MissingExtraError: it needs a package that is not installed.
+    """
+    points = _points()
+    if name not in points:
+        raise InputError(f"no trainer {name!r}", hint=f"installed: {', '.join(sorted(points))}")
+    return _load(points[name])
+
+
+def list_trainers() -> list[TrainerInfo]:
+    """Every backend; one that is broken is listed with its fault, and breaks no other."""
+    found = []
+    for name, point in sorted(_points().items()):
+        package = point.dist.name if point.dist else point.module
+        try:
+            found.append(TrainerInfo(name, package, _load(point).capabilities(), None))
+        except Exception as error:  # whatever a stranger's package raises
+            found.append(TrainerInfo(name, package, None, " ".join(str(error).split())[:200] or type(error).__name__))
+    return found
+
+
+def _points() -> dict[str, EntryPoint]:
+    built_in = {name: EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()}
+    return {point.name: point for point in entry_points(group=GROUP)} | built_in
+
+
+def _load(point: EntryPoint) -> Trainer:
+    try:
+        made: Any = point.load()()
+    except MissingExtraError:
+        raise
+    except Exception as error:
+        raise InputError(f"the trainer {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+    lacking = [name for name in ("name", "capabilities", "check", "run") if not hasattr(made, name)]
+    if lacking:
+        raise InputError(f"the trainer {point.name!r} ({point.value}) has no {', '.join(lacking)}")
+    trainer: Trainer = made
+    return trainer
