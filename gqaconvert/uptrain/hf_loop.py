@@ -70,7 +70,7 @@ class LoopTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # so that the Trainer counts the tokens of a whole step for us
         self.main = self.is_world_process_zero()
-        self.metrics = MetricsLog(job.metrics, step=self.start, on_event=on_event) if self.main else None
+        self.metrics = MetricsLog(job.metrics, step=self.start or None, on_event=on_event) if self.main else None
         if self.teacher is not None:
             self.teacher.to(arguments.device)
 

@@ -38,7 +38,8 @@ _OURS = frozenset((
     "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm", "seed",
     "data_seed", "optim", "bf16", "fp16", "logging_steps", "logging_strategy", "save_strategy", "save_steps",
     "save_total_limit", "eval_strategy", "eval_steps", "resume_from_checkpoint", "report_to", "use_cpu",
-    "train_sampling_strategy", "remove_unused_columns", "gradient_checkpointing", "activation_checkpointing", "average_tokens_across_devices",
+    "train_sampling_strategy", "remove_unused_columns", "gradient_checkpointing",
+    "activation_checkpointing", "average_tokens_across_devices",
     "logging_nan_inf_filter", "disable_tqdm",
 ))  # fmt: skip
 """Fields that the job decides."""

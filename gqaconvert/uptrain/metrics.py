@@ -30,11 +30,12 @@ def require_finite(step: int, loss: float, grad_norm: float) -> None:
 
 
 class MetricsLog:
-    """Appends to the metrics of a run. What lies behind the step that is resumed from is forgotten."""
+    """Appends to the metrics of a run. Records behind ``step``, which is resumed from, are dropped; None: all."""
 
-    def __init__(self, path: Path, *, step: int, on_event: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, path: Path, *, step: int | None, on_event: Callable[[Mapping[str, Any]], None]) -> None:
         self._on_event = on_event
-        kept = [record for record in read_metrics(path) if record.get("step", 0) <= step] if path.exists() else []
+        earlier = read_metrics(path) if step is not None and path.exists() else []
+        kept = [record for record in earlier if record.get("step", 0) <= (step or 0)]
         try:
             rewritten = path.with_suffix(".new")
             write_file(rewritten, "".join(json.dumps(record) + "\n" for record in kept).encode())

@@ -33,6 +33,8 @@ def load_model(folder: Path) -> Any:  # noqa: ANN401
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id  # T5 begins with its padding
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model, info = auto.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
