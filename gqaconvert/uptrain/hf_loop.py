@@ -14,12 +14,13 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from gqaconvert.checkpoint.writer import sync_tree
 from gqaconvert.errors import StorageError
 from gqaconvert.uptrain.data import TokenData
-from gqaconvert.uptrain.hf_trainer import CHECKPOINTS, Stopper, record_complete, rotate
+from gqaconvert.uptrain.hf_trainer import CHECKPOINTS, record_complete, rotate
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 from gqaconvert.uptrain.loss import evaluate, loss_sums
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
 from gqaconvert.uptrain.models import make_optimizer
 from gqaconvert.uptrain.packing import Batch
+from gqaconvert.uptrain.processes import Stopper
 from gqaconvert.uptrain.schedule import learning_rate
 
 Parts = tuple[TokenData, TokenData | None]
@@ -61,7 +62,7 @@ class LoopTrainer(Trainer):
         checkpoint: Path | None,
     ) -> None:
         self.job, self.student, self.teacher, self.held_out, self.checkpoint = job, model, teacher, parts[1], checkpoint
-        self.stopper = Stopper(job.max_seconds)
+        self.stopper = Stopper(job)
         self.parts_of_loss = torch.zeros(2)
         self.start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         samples = Samples(parts[0], job.seed, job.steps * job.batch_size)

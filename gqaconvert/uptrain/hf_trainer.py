@@ -13,25 +13,21 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gqaconvert.checkpoint.writer import sync_tree, write_file
-from gqaconvert.errors import EnvironmentFailure, GqaConvertError, InputError, MissingExtraError, StorageError
+from gqaconvert.errors import InputError, MissingExtraError
 from gqaconvert.uptrain.job import Capabilities, Job, OnEvent, Outcome
+from gqaconvert.uptrain.processes import catch_signals, exclusive, is_launched, launch, torchrun, work
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-CHECKPOINTS, RECORD, OUTCOME = "hf-checkpoints", "gqaconvert-complete.json", "outcome.json"
+CHECKPOINTS, RECORD = "hf-checkpoints", "gqaconvert-complete.json"
 LAUNCH_OPTION = "accelerate_config"
 _OURS = frozenset((
     "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -93,9 +89,14 @@ class TransformersTrainer:
         """
         if faults := self.check(job):
             raise InputError("; ".join(faults))
-        if "LOCAL_RANK" in os.environ or (job.nproc == 1 and LAUNCH_OPTION not in job.backend_options):
+        configuration = job.backend_options.get(LAUNCH_OPTION)
+        if is_launched():
             return _train(job, on_event)
-        return _launch(job, on_event)
+        with exclusive(job):
+            if configuration is None and job.nproc == 1:
+                return _train(job, on_event)
+            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+            return launch(job, launcher if configuration else torchrun(job.nproc), __name__, on_event)
 
 
 def _option_problems(options: Mapping[str, Any]) -> list[str]:
@@ -142,7 +143,7 @@ def _trained(job: Job, on_event: OnEvent) -> Outcome:
     teacher = load_teacher(job, model, share=arguments.deepspeed is None and not arguments.fsdp)
     checkpoint = last_complete(job.folder / CHECKPOINTS)
     trainer = LoopTrainer(job, arguments, model, teacher, parts, on_event, checkpoint)
-    with _signals(trainer.stopper):
+    with catch_signals(trainer.stopper):
         return trainer.run()
 
 
@@ -235,18 +236,6 @@ def rotate(folder: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-class Stopper:
-    """Asks a loop to stop after the present step: on a signal, or when the time is over."""
-
-    def __init__(self, max_seconds: float | None) -> None:
-        self.interrupted = False
-        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
-
-    def wants(self) -> bool:
-        """Whether it is time to stop."""
-        return self.interrupted or (self._deadline is not None and time.monotonic() >= self._deadline)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No advice and no bars of transformers on the terminal; its errors remain."""
@@ -263,115 +252,5 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-@contextlib.contextmanager
-def _signals(stopper: Stopper) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for a stop; a second one of them acts at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if stopper.interrupted:
-            raise KeyboardInterrupt
-        stopper.interrupted = True
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _launch(job: Job, on_event: OnEvent) -> Outcome:
-    """Run the job in several processes: by torchrun, or by ``accelerate launch`` where a configuration is given."""
-    folder = job.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / OUTCOME).unlink(missing_ok=True)
-    job.save(folder / "job.json")
-    module = ["-m", "gqaconvert.uptrain.hf_trainer", str(folder / "job.json")]
-    if config := job.backend_options.get(LAUNCH_OPTION):
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.nproc}"]
-    with (folder / "processes.log").open("ab") as log:
-        # A session of its own: a Ctrl-C reaches the processes once, by us.
-        running = subprocess.Popen([*command, *module], stdout=log, stderr=log, start_new_session=True)  # noqa: S603
-    stopper = Stopper(None)
-    asked = False
-    position = 0
-    with _signals(stopper):
-        while True:
-            ended = running.poll() is not None
-            position = _follow(job.metrics, position, on_event)
-            if ended:
-                break
-            if stopper.interrupted and not asked:
-                running.send_signal(signal.SIGTERM)
-                asked = True
-            time.sleep(0.1)
-    try:
-        document = json.loads((folder / OUTCOME).read_text())
-    except (OSError, ValueError):
-        raise EnvironmentFailure(
-            f"the processes ended with {running.returncode} and no result",
-            hint=f"their output is in {folder}/processes.log",
-        ) from None
-    return _outcome_of(document)
-
-
-def _follow(path: Path, position: int, on_event: OnEvent) -> int:
-    """Report the lines that were added to the metrics since; returns where to go on."""
-    if not path.exists():
-        return position
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) < position:  # cut back on resumption
-            position = 0
-        file.seek(position)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            position += len(line)
-            with contextlib.suppress(ValueError):
-                on_event(json.loads(line))
-    return position
-
-
-def _outcome_of(document: dict[str, Any]) -> Outcome:
-    if document["kind"] == "outcome":
-        fields = document["outcome"]
-        return Outcome(**{**fields, "spikes": tuple(fields["spikes"])})
-    if document["kind"] == "interrupted":
-        raise KeyboardInterrupt
-    import gqaconvert.errors
-
-    kind = getattr(gqaconvert.errors, document["error"], GqaConvertError)
-    error = GqaConvertError.__new__(kind)
-    GqaConvertError.__init__(error, document["message"], hint=document["hint"])
-    raise error
-
-
-def main(path: str) -> int:
-    """One of several processes: runs the job; rank 0 leaves the result beside it."""
-    job = Job.load(Path(path))
-    document: dict[str, Any]
-    code = 0
-    try:
-        document = {"kind": "outcome", "outcome": dataclasses.asdict(_train(job, lambda record: None))}
-    except KeyboardInterrupt:
-        document = {"kind": "interrupted"}
-    except GqaConvertError as error:
-        document = {"kind": "error", "error": type(error).__name__, "message": error.message, "hint": error.hint}
-        code = error.exit_code
-    if int(os.environ.get("RANK", "0")) == 0:
-        try:
-            write_file(job.folder / OUTCOME, json.dumps(document).encode())
-        except OSError as error:
-            raise StorageError(f"cannot write {job.folder}: {error.strerror}") from error
-    return code
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(work(Path(sys.argv[1]), _train))

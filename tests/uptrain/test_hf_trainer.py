@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,10 +156,9 @@ def test_a_finished_run_is_not_repeated(whole: Job) -> None:
 
 def test_two_processes_give_the_same_losses(whole: Job, place: Path) -> None:
     job = make_job(place, Path(whole.model), Path(whole.tokens), "two", nproc=2, micro_batch=2, keep=9)
-    told: list[Any] = []
+    told: list[Mapping[str, Any]] = []
     trainer = TransformersTrainer()
-    outcome = trainer.run(job, told.append)
-    assert outcome.finished
+    assert trainer.run(job, told.append).finished
     assert losses(job) == pytest.approx(losses(whole), abs=2e-6)
     assert [record["step"] for record in told if "loss" in record] == list(range(1, 9))
     assert any("nothing is sharded" in note for note in trainer.notes(job))
