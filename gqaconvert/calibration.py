@@ -5,7 +5,6 @@ weights are read from the checkpoint, the layer is merged (and refined), its rou
 both residual streams move on. An interrupted run repeats only the forward passes of finished layers.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from gqaconvert.checkpoint.files import LocalFolder
-from gqaconvert.checkpoint.headers import TensorEntry
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance
-from gqaconvert.errors import CheckpointError, InputError, UnsupportedModelError
+from gqaconvert.errors import CheckpointError, InputError
 from gqaconvert.families import Part
 from gqaconvert.families.blocks import source_heads
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.families.sites import rewritten
-from gqaconvert.merge.moments import Call, record_calls
+from gqaconvert.merge.groups import MergeResult
+from gqaconvert.merge.moments import Call, attention_entropy, record_calls
 from gqaconvert.merge.refine import RefineSettings, Streams, merge_layer
 from gqaconvert.merge.sites import store_heads
-from gqaconvert.merge.subspace import MergeResult
 from gqaconvert.planning import ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
+from gqaconvert.shells import Shell, layer_prefix, read_float32
 from gqaconvert.site_merging import (
     OnSite,
     diagnostics,
@@ -35,7 +34,6 @@ from gqaconvert.site_merging import (
     load_work,
     merge_heads,
     read_heads,
-    read_tensor,
     rounded,
     rounded_tensors,
     save_work,
@@ -44,7 +42,8 @@ from gqaconvert.texts import load_tokenizer, read_documents
 
 WINDOW = 512
 """Tokens of a calibration window, where the model's context allows."""
-_HELD_OUT = 2
+HELD_OUT = 2
+"""Windows at the end of the text that nothing is fitted to."""
 
 
 def merge_calibrated(
@@ -63,17 +62,19 @@ def merge_calibrated(
         UnsupportedModelError: the files' names are not those of the stock class, so layers cannot be loaded singly.
         InputError: the text is too short.
     """
-    batches = _batches(plan, folder)
-    source, target = _Shell.of(plan.checkpoint.config.raw, plan), _Shell.of(plan.config, plan)
-    source.fill_outside(plan, sources)
+    batches = calibration_batches(plan, folder)
+    source, target = Shell.of(plan.checkpoint.config.raw, plan), Shell.of(plan.config, plan)
+    source.fill_outside(sources)
     calls = record_calls(source.model, source.layers, batches[0])
+    with source.eager():
+        eager_calls = record_calls(source.model, source.layers, batches[0])
     embedded = [record_calls(source.model, source.layers[:1], batch)[0].hidden for batch in batches]
     streams = Streams(embedded, embedded)
-    for number, work in enumerate(plan.work):
-        weights = _layer_weights(plan, work, sources)
+    for number, work in enumerate(plan.layerwise):
+        weights = layer_weights(plan, work, sources)
         original = source.layer(number, weights)
-        merged = target.layer(number, weights | _target_weights(plan, work, weights))
-        merger = _LayerMerger(plan, work, original, merged, calls[number], staging, sources)
+        merged = target.layer(number, weights | target_weights(plan, work, weights))
+        merger = _LayerMerger(plan, work, original, merged, calls[number], eager_calls[number], staging, sources)
         streams, facts = merger.run(streams, finished=work.shard in trusted)
         advance(work.nbytes)
         on_site(facts)
@@ -82,11 +83,11 @@ def merge_calibrated(
 def _settings(plan: ConversionPlan) -> RefineSettings:
     refine = plan.recipe.refine
     if refine == "auto":
-        return RefineSettings(automatic=True, seed=plan.recipe.seed, held_out=_HELD_OUT)
-    return RefineSettings(steps=int(refine or 0), seed=plan.recipe.seed, held_out=_HELD_OUT)
+        return RefineSettings(automatic=True, seed=plan.recipe.seed, held_out=HELD_OUT)
+    return RefineSettings(steps=int(refine or 0), seed=plan.recipe.seed, held_out=HELD_OUT)
 
 
-def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
+def calibration_batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
     """The calibration text as windows of tokens, (1, window) each.
 
     Raises:
@@ -104,9 +105,9 @@ def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
         if len(tokens) >= calibration.tokens:
             break
     count = min(len(tokens), calibration.tokens) // window
-    if count <= _HELD_OUT:
+    if count <= HELD_OUT:
         raise InputError(
-            f"{calibration.name} has {len(tokens):,} tokens: calibration needs at least {(_HELD_OUT + 1) * window:,}"
+            f"{calibration.name} has {len(tokens):,} tokens: calibration needs at least {(HELD_OUT + 1) * window:,}"
         )
     vocabulary = config.count(VOCABULARY, LARGEST_SIZE)
     if vocabulary is not None and max(tokens) >= vocabulary:
@@ -114,90 +115,19 @@ def _batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tensor]:
     return [torch.tensor(tokens[start * window : (start + 1) * window])[None] for start in range(count)]
 
 
-@dataclass(frozen=True)
-class _Shell:
-    """A stock model without weights, whose decoder layers are given weights one at a time."""
-
-    model: nn.Module
-    layers: list[nn.Module]
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], plan: ConversionPlan) -> "_Shell":
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-        typed = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        typed._attn_implementation = "sdpa"
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(typed, dtype=torch.float32)  # type: ignore[no-untyped-call]
-        model.eval()
-        for name, module in list(model.named_modules()):
-            # Rotary tables are computed at construction, not stored: once more, with real numbers.
-            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-                parent, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(parent), attribute, type(module)(config=typed))
-        try:
-            layers = [model.get_submodule(_layer_prefix(plan, work).rstrip(".")) for work in plan.work]
-        except AttributeError:
-            raise _not_singly(plan, f"no module {_layer_prefix(plan, plan.work[0])}") from None
-        return cls(model, layers)
-
-    def fill_outside(self, plan: ConversionPlan, sources: SourceReader) -> None:
-        """Load what stands before the layers: embeddings. What comes after them is never run."""
-        stack = _layer_prefix(plan, plan.work[0]).rstrip(".").rpartition(".")[0] + "."
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        skipped = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-        inputs = {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}  # type: ignore[operator]
-        for name, parameter in list(self.model.named_parameters()):
-            if name.startswith(stack) or (id(parameter) in skipped and id(parameter) not in inputs):
-                continue
-            entry = plan.checkpoint.index.entries.get(name)
-            if entry is None:
-                raise _not_singly(plan, f"no tensor {name}")
-            parent, _, attribute = name.rpartition(".")
-            loaded = nn.Parameter(_read(entry, sources), requires_grad=False)
-            setattr(self.model.get_submodule(parent), attribute, loaded)
-
-    def layer(self, number: int, weights: Mapping[str, Tensor]) -> nn.Module:
-        """A copy of one layer with weights; names within the layer."""
-        layer = copy.deepcopy(self.layers[number])
-        names = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_buffers()}
-        if names - weights.keys():
-            raise InputError(
-                f"the stock class expects {sorted(names - weights.keys())[:3]} in a layer; the files differ"
-            )
-        layer.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
-        return layer.requires_grad_(False)
-
-
-def _layer_prefix(plan: ConversionPlan, work: SiteWork) -> str:
-    """What a site's layer's tensors begin with, e.g. ``model.layers.3.``."""
-    return work.site.prefix.removesuffix(f"{plan.family.attention}.")
-
-
-def _not_singly(plan: ConversionPlan, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"calibration loads layers one by one, and the files of this {plan.family.name} model are not named like the "
-        f"modules of the stock class ({what})",
-        hint="without --calibrate the merge uses the weights only",
-    )
-
-
-def _read(entry: TensorEntry, sources: SourceReader) -> Tensor:
-    return read_tensor(entry, sources).to(torch.float32)
-
-
-def _layer_weights(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:
-    prefix = _layer_prefix(plan, work)
+def layer_weights(plan: ConversionPlan, work: SiteWork, sources: SourceReader) -> dict[str, Tensor]:
+    """All tensors of a site's layer in float32; names within the layer."""
+    prefix = layer_prefix(plan, work)
     return {
-        name[len(prefix) :]: _read(entry, sources)
+        name[len(prefix) :]: read_float32(entry, sources)
         for name, entry in plan.checkpoint.index.entries.items()
         if name.startswith(prefix)
     }
 
 
-def _target_weights(plan: ConversionPlan, work: SiteWork, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def target_weights(plan: ConversionPlan, work: SiteWork, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What differs in the merged layer: empty projections in their new shapes, key norms pooled by the mean."""
-    prefix = _layer_prefix(plan, work)
+    prefix = layer_prefix(plan, work)
     result = {name[len(prefix) :]: torch.zeros(shape) for name, _, shape in work.tensors}
     before, after = plan.source_geometry.num_key_value_heads, plan.target_geometry.num_key_value_heads
     lists: dict[str, dict[int, Tensor]] = {}
@@ -226,6 +156,7 @@ class _LayerMerger:
     original: nn.Module
     merged: nn.Module
     call: Call
+    eager_call: Call
     staging: Staging
     sources: SourceReader
 
@@ -238,6 +169,8 @@ class _LayerMerger:
                 outputs = [self.call.run(self.original, hidden) for hidden in streams.original]
         else:
             outputs, tensors, facts = self._fit(streams)
+            self._write(tensors)
+            facts |= self._entropies(streams)
             save_work(self.staging, self.work, tensors, facts)
         self._write(tensors)
         with torch.no_grad():
@@ -254,7 +187,7 @@ class _LayerMerger:
             self._write(store_heads(results[0].heads, self.work.site, plan.layouts[1], plan.target_geometry))
 
         attention = self.merged.get_submodule(plan.family.attention)
-        for name in self._names():
+        for name in self.work.parameters:
             attention.get_parameter(name).requires_grad_(True)
         refinement, moved = merge_layer(
             self.original, self.merged, plan.family.attention, self.call, streams, merge, settings,
@@ -264,7 +197,7 @@ class _LayerMerger:
         if not torch.isfinite(torch.tensor(refinement.after)):
             raise CheckpointError(f"{self.work.site.prefix}: the calibration gives NaN or infinite values")
         if refinement.steps:
-            fitted = {name: attention.get_parameter(inner).detach() for inner, name in self._names().items()}
+            fitted = {name: attention.get_parameter(inner).detach() for inner, name in self.work.parameters.items()}
             tensors = rounded_tensors(self.work, fitted)
         else:
             tensors = rounded(plan, self.work, results[0].heads)
@@ -276,12 +209,20 @@ class _LayerMerger:
         }
         return moved.original, tensors, facts
 
-    def _names(self) -> dict[str, str]:
-        """Parameters of the attention module that are rewritten -> the names of their tensors."""
-        return {name.removeprefix(self.work.site.prefix): name for name, _, _ in self.work.tensors}
+    def _entropies(self, streams: Streams) -> dict[str, float | None]:
+        """Of the last held-out window: sharper or flatter attention than the source's shows a merge of K gone wrong."""
+        name = self.plan.family.attention
+        sides = {
+            "source_attention_entropy": (self.original, streams.original[-1]),
+            "attention_entropy": (self.merged, streams.merged[-1]),
+        }
+        return {
+            key: attention_entropy(layer, layer.get_submodule(name), self.eager_call, hidden)
+            for key, (layer, hidden) in sides.items()
+        }
 
     def _write(self, tensors: Mapping[str, Tensor]) -> None:
         attention = self.merged.get_submodule(self.plan.family.attention)
         with torch.no_grad():
-            for inner, name in self._names().items():
+            for inner, name in self.work.parameters.items():
                 attention.get_parameter(inner).copy_(tensors[name])

@@ -88,6 +88,8 @@ def _site_explanation(plan: ConversionPlan) -> list[str]:
         lines.append(f"Fitted on at most {recipe.calibration.tokens:,} tokens of calibration text.")
     if recipe.refine:
         lines.append(f"Each layer was then refined against the source's ({recipe.refine} steps).")
+    if recipe.joint:
+        lines.append(f"All layers were then refined together against the source's predictions ({recipe.joint} steps).")
     lines += [f"Note: {limit}." for limit in sorted({limit for work in plan.work for limit in work.freedom.limits})]
     return [*lines, "", "The text is worse than the source's; `gqaconvert validate` measures by how much."]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, TypedDict, Unpack
 
 from gqaconvert import __version__
 from gqaconvert.card import model_card
@@ -18,18 +18,13 @@ from gqaconvert.checkpoint.dtypes import SAFETENSORS_NAMES
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.source import fetch_source, open_source
 from gqaconvert.checkpoint.staging import Staging
-from gqaconvert.checkpoint.writer import Advance, FileFinisher, Follower, copy_range, hash_file, write_all, write_file
+from gqaconvert.checkpoint.writer import Advance, hash_file
 from gqaconvert.errors import CheckpointError, DestinationError, GqaConvertError, InputError, StorageError
 from gqaconvert.inspection import read_checkpoint, read_provenance
-from gqaconvert.merge import SITE_METHODS, check_method, pooling_of
+from gqaconvert.merge import SITE_METHODS, check_method
 from gqaconvert.planning import (
-    ByteRange,
     CalibrationText,
-    CastPiece,
     ConversionPlan,
-    CopyPiece,
-    PlannedShard,
-    PoolPiece,
     Recipe,
     cache_bytes_per_token,
     fingerprint,
@@ -37,18 +32,14 @@ from gqaconvert.planning import (
     plan_conversion,
     recipe_document,
 )
-from gqaconvert.reading import SourceReader
+from gqaconvert.shard_writing import write_shards
 from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name
 from gqaconvert.texts import EXAMPLE, sha256_of
 from gqaconvert.units import format_size
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
 SCHEMA = "gqaconvert.convert/1"
 PROVENANCE_SCHEMA = "gqaconvert.provenance/1"
 DEFAULT_CALIBRATION_TOKENS = 40_000
-_CAST_CHUNK = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -122,41 +113,72 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
     }
 
 
-def make_recipe(
-    kv_heads: int,
-    *,
-    method: str = "mean",
-    seed: int = 0,
-    dtype: str | None = None,
-    max_shard_size: int | None = None,
-    family: str | None = None,
-    grouping: str = "adjacent",
-    calibrate: str | None = None,
-    calibration_tokens: int = DEFAULT_CALIBRATION_TOKENS,
-    refine: int | str | None = None,
-) -> Recipe:
-    """A recipe from the words of the command line; ``dtype`` is torch's name.
+class RecipeOptions(TypedDict, total=False):
+    """What may be said about an output besides its number of KV heads.
+
+    Attributes:
+        method: pooling method, "mean" by default, or site method.
+        seed: for methods that draw, and for the order of calibration text.
+        dtype: torch name of the output's floating type; by default each tensor keeps its own.
+        max_shard_size: bytes; by default the source's sharding.
+        family: layout that the user vouches for.
+        grouping: "adjacent", or "similar": heads are reordered so that those that merge well become neighbours.
+        calibrate: text file to fit site methods on, or "example".
+        calibration_tokens: at most so many tokens of it.
+        refine: steps a layer of fitting after the merge, or "auto".
+        joint: steps on all layers together after that.
+    """
+
+    method: str
+    seed: int
+    dtype: str | None
+    max_shard_size: int | None
+    family: str | None
+    grouping: str
+    calibrate: str | None
+    calibration_tokens: int
+    refine: int | str | None
+    joint: int | None
+
+
+def make_recipe(kv_heads: int, **options: Unpack[RecipeOptions]) -> Recipe:
+    """A recipe from the words of the command line.
 
     Raises:
         InputError: an unknown type or method, or options that do not belong together.
     """
+    method, dtype = options.get("method", "mean"), options.get("dtype")
+    grouping, calibrate = options.get("grouping", "adjacent"), options.get("calibrate")
+    refine, joint = options.get("refine"), options.get("joint")
     if dtype is not None and dtype not in SAFETENSORS_NAMES:
         raise InputError(f"no dtype {dtype!r}", hint=f"known: {', '.join(SAFETENSORS_NAMES)}")
     check_method(method)
-    if method not in SITE_METHODS and (grouping != "adjacent" or calibrate or refine):
+    if method not in SITE_METHODS and (grouping != "adjacent" or calibrate or refine or joint):
         raise InputError(
-            f"--grouping, --calibrate and --refine need a method that merges whole layers, not {method}",
+            f"--grouping, --calibrate, --refine and --joint need a method that merges whole layers, not {method}",
             hint=f"--method {next(iter(SITE_METHODS))}",
         )
     if grouping not in ("adjacent", "similar"):
         raise InputError(f"no grouping {grouping!r}", hint="known: adjacent, similar")
     if refine is not None and refine != "auto" and (not isinstance(refine, int) or refine < 0):
         raise InputError(f"--refine {refine}: give a number of steps, or auto")
-    if refine and calibrate is None:
+    if joint is not None and joint < 0:
+        raise InputError(f"--joint {joint}: give a number of steps")
+    if (refine or joint) and calibrate is None:
         calibrate = EXAMPLE
-    calibration = CalibrationText(calibrate, sha256_of(calibrate), calibration_tokens) if calibrate else None
-    stored = SAFETENSORS_NAMES[dtype] if dtype else None
-    return Recipe(kv_heads, method, seed, stored, max_shard_size, family, grouping, calibration, refine)
+    tokens = options.get("calibration_tokens", DEFAULT_CALIBRATION_TOKENS)
+    return Recipe(
+        num_key_value_heads=kv_heads,
+        method=method,
+        seed=options.get("seed", 0),
+        dtype=SAFETENSORS_NAMES[dtype] if dtype else None,
+        max_shard_size=options.get("max_shard_size"),
+        family=options.get("family"),
+        grouping=grouping,
+        calibration=CalibrationText(calibrate, sha256_of(calibrate), tokens) if calibrate else None,
+        refine=refine,
+        joint=joint or None,
+    )
 
 
 def convert_plan(
@@ -178,15 +200,6 @@ def convert(
     destination: str | Path,
     kv_heads: int,
     *,
-    method: str = "mean",
-    seed: int = 0,
-    dtype: str | None = None,
-    max_shard_size: int | None = None,
-    family: str | None = None,
-    grouping: str = "adjacent",
-    calibrate: str | None = None,
-    calibration_tokens: int = DEFAULT_CALIBRATION_TOKENS,
-    refine: int | str | None = None,
     revision: str | None = None,
     offline: bool = False,
     resume: bool = False,
@@ -196,6 +209,8 @@ def convert(
     on_plan: Callable[[ConversionPlan], None] = lambda plan: None,
     on_progress: Advance = lambda nbytes: None,
     on_site: Callable[[Mapping[str, Any]], None] = lambda facts: None,
+    on_step: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    **options: Unpack[RecipeOptions],
 ) -> ConversionResult:
     """Write a checkpoint with ``kv_heads`` KV heads.
 
@@ -203,15 +218,6 @@ def convert(
         source: folder or Hub id.
         destination: folder to create.
         kv_heads: KV heads of the output.
-        method: pooling method.
-        seed: for methods that draw.
-        dtype: torch name of the output's floating type, None to keep each tensor's.
-        max_shard_size: bytes, None to keep the source's sharding.
-        family: layout that the user vouches for.
-        grouping: "adjacent", or "similar": heads are reordered so that those that merge well become neighbours.
-        calibrate: text file to fit site methods on, or "example".
-        calibration_tokens: at most so many tokens of it.
-        refine: steps a layer of fitting after the merge, or "auto".
         revision: branch, tag or commit of a Hub id.
         offline: use only what is in the Hub client's cache.
         resume: continue an interrupted run.
@@ -221,6 +227,8 @@ def convert(
         on_plan: called once, before anything is written.
         on_progress: called with the number of bytes that were just written.
         on_site: called with the facts of each attention site that a site method merged.
+        on_step: called with each joint step's number, their count, and the mean divergence in nats.
+        options: what decides the output's bytes, see `RecipeOptions`.
 
     Raises:
         GqaConvertError: nothing was written to the destination.
@@ -228,18 +236,7 @@ def convert(
     destination = _located(destination)
     if push_to_hub is not None and not hub.REPO_ID.fullmatch(push_to_hub):
         raise InputError(f"--push-to-hub {push_to_hub}: not a repository id", hint="for example: your-name/your-model")
-    recipe = make_recipe(
-        kv_heads,
-        method=method,
-        seed=seed,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        family=family,
-        grouping=grouping,
-        calibrate=calibrate,
-        calibration_tokens=calibration_tokens,
-        refine=refine,
-    )
+    recipe = make_recipe(kv_heads, **options)
     check_destination(destination, overwrite=overwrite or resume)
     plan = convert_plan(source, recipe, revision=revision, offline=offline, fetch=True)
     folder = plan.checkpoint.files
@@ -251,7 +248,14 @@ def convert(
         check_destination(destination, overwrite=overwrite)
         with _storage_errors(destination):
             done = _execute(
-                plan, folder, destination, resume=resume, restart=restart, advance=on_progress, on_site=on_site
+                plan,
+                folder,
+                destination,
+                resume=resume,
+                restart=restart,
+                advance=on_progress,
+                on_site=on_site,
+                on_step=on_step,
             )
     if push_to_hub is None:
         return done
@@ -347,6 +351,7 @@ def _execute(
     restart: bool,
     advance: Advance,
     on_site: Callable[[Mapping[str, Any]], None],
+    on_step: Callable[[int, int, float], None],
 ) -> ConversionResult:
     digest = fingerprint(plan, folder)
     # torch takes seconds to import; the first bytes are copied meanwhile.
@@ -367,9 +372,9 @@ def _execute(
             if plan.work and len(shards) < len(plan.shards):
                 from gqaconvert.site_merging import merge_sites
 
-                merge_sites(plan, folder, staging, frozenset(trusted), advance, on_site)
+                merge_sites(plan, folder, staging, frozenset(trusted), advance, on_site, on_step)
             sites = _site_facts(plan, staging)
-            _write_shards(plan, folder, staging, shards, advance)
+            write_shards(plan, folder, staging, shards, advance)
             if fingerprint(plan, folder) != digest:
                 raise CheckpointError(f"{folder.root} changed while it was converted", hint="convert it again")
             shards = {shard.name: shards[shard.name] for shard in plan.shards}
@@ -403,99 +408,6 @@ def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str,
         )
 
 
-def _write_shards(
-    plan: ConversionPlan, folder: LocalFolder, staging: Staging, finished: dict[str, str], advance: Advance
-) -> None:
-    pending: list[tuple[str, Future[str]]] = []
-
-    def collect(*, wait: bool) -> None:
-        while pending and (wait or pending[0][1].done()):
-            name, future = pending.pop(0)
-            finished[name] = future.result()
-            staging.record(f"model/{name}", finished[name])
-
-    with FileFinisher() as finisher, SourceReader(folder, staging.folder) as sources:
-        try:
-            for shard in plan.shards:
-                if shard.name in finished:
-                    advance(shard.nbytes)
-                    continue
-                path = staging.model / shard.name
-                with path.open("wb", buffering=0) as file, finisher.follow(path) as follower:
-                    _write_shard(plan, shard, sources, file, follower, advance)
-                pending.append((shard.name, follower.digest))
-                collect(wait=False)
-        finally:
-            # Also on the way out with an error: whole shards are what --resume starts from.
-            collect(wait=True)
-
-
-def _write_shard(
-    plan: ConversionPlan,
-    shard: PlannedShard,
-    sources: SourceReader,
-    file: BinaryIO,
-    follower: Follower,
-    advance: Advance,
-) -> None:
-    target = file.fileno()
-
-    def progress(count: int) -> None:
-        follower.written_to(file.tell())
-        advance(count)
-
-    progress(write_all(target, shard.header))
-    for piece in _coalesced(shard):
-        if isinstance(piece[1], CopyPiece):
-            source = piece[1].source
-            copy_range(sources.descriptor(source.shard), target, source.start, source.nbytes, progress)
-        else:
-            for data in _computed(plan, piece[0], piece[1], sources):
-                progress(write_all(target, data))
-
-
-def _coalesced(shard: PlannedShard) -> Iterator[tuple[str, CopyPiece] | tuple[str, PoolPiece | CastPiece]]:
-    """The pieces of a shard with the type they get; neighbours that are copied in one go are one piece."""
-    run: ByteRange | None = None
-    for tensor in shard.tensors:
-        for piece in tensor.pieces:
-            if isinstance(piece, CopyPiece):
-                source = piece.source
-                if run and (run.shard, run.start + run.nbytes) == (source.shard, source.start):
-                    run = ByteRange(run.shard, run.start, run.nbytes + source.nbytes)
-                    continue
-            if run:
-                yield "", CopyPiece(run)
-            run = piece.source if isinstance(piece, CopyPiece) else None
-            if not isinstance(piece, CopyPiece):
-                yield tensor.dtype, piece
-    if run:
-        yield "", CopyPiece(run)
-
-
-def _computed(
-    plan: ConversionPlan, dtype: str, piece: PoolPiece | CastPiece, sources: SourceReader
-) -> Iterator[memoryview]:
-    from gqaconvert.merge.execute import cast, pool_heads
-
-    if isinstance(piece, CastPiece):
-        for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
-            count = min(_CAST_CHUNK, piece.source.nbytes - offset)
-            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.name)
-        return
-    yield from pool_heads(
-        [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
-        shape=(piece.rows, piece.row_size),
-        source_dtype=piece.source_dtype,
-        target_dtype=dtype,
-        pooling=pooling_of(plan.recipe.method),
-        role=piece.role,
-        key=piece.key,
-        seed=plan.recipe.seed,
-        initializer_range=plan.initializer_range,
-    )
-
-
 def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, shards: Mapping[str, str]) -> None:
     """Everything but the shards; config.json and the index come last, so that nothing looks complete before."""
     for name in plan.sidecars.names:
@@ -504,11 +416,11 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
         with folder.path(name).open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
     source_card = _source_card(folder)
-    write_file(staging.model / CARD, model_card(plan, source_card).encode(errors="replace"))
-    write_file(staging.model / PROVENANCE, _json(provenance(plan, shards)))
+    (staging.model / CARD).write_bytes(model_card(plan, source_card).encode(errors="replace"))
+    (staging.model / PROVENANCE).write_bytes(_json(provenance(plan, shards)))
     if plan.index_file:
-        write_file(staging.model / plan.index_file, _json(index_document(plan)))
-    write_file(staging.model / CONFIG, _json(plan.config))
+        (staging.model / plan.index_file).write_bytes(_json(index_document(plan)))
+    (staging.model / CONFIG).write_bytes(_json(plan.config))
 
 
 def _source_card(folder: LocalFolder) -> str:

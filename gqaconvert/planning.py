@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from gqaconvert import __version__
@@ -63,6 +63,7 @@ class Recipe:
         grouping: "adjacent", or "similar" to reorder heads by how well they merge.
         calibration: text that site methods are fitted on, None for weights only.
         refine: optimiser steps a layer, "auto", or None.
+        joint: steps on all layers together after that, None for none.
     """
 
     num_key_value_heads: int
@@ -74,6 +75,7 @@ class Recipe:
     grouping: str = "adjacent"
     calibration: CalibrationText | None = None
     refine: int | str | None = None
+    joint: int | None = None
 
 
 class ByteRange(NamedTuple):
@@ -97,6 +99,11 @@ class CastPiece(NamedTuple):
     source_dtype: str
     name: str
 
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.source.nbytes * 8 // dtypes.BITS[self.source_dtype]
+
 
 class PoolPiece(NamedTuple):
     """One head of the output: ``sources`` are the group's heads, each (rows, row_size) elements of ``source_dtype``."""
@@ -107,6 +114,11 @@ class PoolPiece(NamedTuple):
     row_size: int
     role: Role
     key: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the output's head."""
+        return self.rows * self.row_size
 
 
 Piece = CopyPiece | CastPiece | PoolPiece
@@ -158,6 +170,11 @@ class SiteWork:
     def nbytes(self) -> int:
         """Size of the work file."""
         return sum(dtypes.nbytes(dtype, math.prod(shape)) for _, dtype, shape in self.tensors)
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Names of the tensors inside the attention module -> their names in the checkpoint."""
+        return {name.removeprefix(self.site.prefix): name for name, _, _ in self.tensors}
 
     def places(self) -> Mapping[str, ByteRange]:
         """Where each tensor lies in the work file."""
@@ -222,7 +239,14 @@ class ConversionPlan:
     @property
     def work_bytes(self) -> int:
         """Bytes of the work files, which are deleted in the end."""
-        return sum(work.nbytes for work in self.work)
+        return sum(work.nbytes for work in self.work) * (2 if self.recipe.joint else 1)
+
+    @property
+    def layerwise(self) -> tuple[SiteWork, ...]:
+        """Where each site goes before all are refined together; else what ``work`` is."""
+        if not self.recipe.joint:
+            return self.work
+        return tuple(replace(work, shard=f"{work.shard}-layerwise") for work in self.work)
 
     @property
     def changed(self) -> tuple[PlannedTensor, ...]:

@@ -32,8 +32,9 @@ def report_document(title: str, sites: Sequence[Mapping[str, Any]]) -> dict[str,
         title: what was converted to what.
         sites: the facts of every layer: ``layer``, ``key_explained`` and ``value_explained`` (a share of the energy
             for each group), ``key_rms`` and ``source_key_rms`` (root mean square of the weights of K), and where
-            the merge was calibrated ``error_before``, ``error_after`` (squared, relative to the residual stream) and
-            ``steps``.
+            the merge was calibrated ``error_before``, ``error_after`` (squared, relative to the residual stream),
+            ``steps``, ``source_attention_entropy`` and ``attention_entropy`` (nats, null where the stock class keeps
+            its attention weights to itself).
     """
     return {"schema": SCHEMA, "title": title, "layers": [dict(site) for site in sites]}
 
@@ -72,8 +73,14 @@ def report_html(document: Mapping[str, Any]) -> str:
         pictures.append(
             ("Error of the residual stream after each attention, held-out text", line_chart(numbers, errors))
         )
+        entropies = {
+            "source": [site["source_attention_entropy"] for site in layers],
+            "merged": [site["attention_entropy"] for site in layers],
+        }
+        if None not in entropies["source"] + entropies["merged"]:
+            pictures.append(("Entropy of the attention weights in nats, held-out text", line_chart(numbers, entropies)))
     columns = ["layer", "K kept, by group", "V kept, by group", "K rms, source", "K rms, merged"]
-    columns += ["error before", "error after", "steps"] if calibrated else []
+    columns += ["error before", "error after", "steps", "entropy, source", "entropy, merged"] if calibrated else []
     rows = []
     for site in layers:
         cells = [
@@ -82,14 +89,22 @@ def report_html(document: Mapping[str, Any]) -> str:
         ]  # fmt: skip
         if calibrated:
             cells += [f"{site['error_before']:.5f}", f"{site['error_after']:.5f}", str(site["steps"])]
+            cells += [_nats(site["source_attention_entropy"]), _nats(site["attention_entropy"])]
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    joint = layers[0] if layers and "joint_steps" in layers[0] else None
+    summary = (
+        f"<p>Then {joint['joint_steps']} steps on all layers together: KL(source || merged) on held-out text "
+        f"{joint['divergence_before']:.4f} &rarr; {joint['divergence_after']:.4f} nats a token.</p>"
+        if joint
+        else ""
+    )
     title = html.escape(str(document["title"]))
     figures = "".join(f"<h2>{html.escape(caption)}</h2>{picture}" for caption, picture in pictures)
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     top = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return (
-        f'<!doctype html><html lang="en"><head>{top}</head><body><h1>{title}</h1>{figures}<h2>All numbers</h2>'
+        f'<!doctype html><html lang="en"><head>{top}</head><body><h1>{title}</h1>{summary}{figures}<h2>All numbers</h2>'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></body></html>\n"
     )
 
@@ -134,6 +149,10 @@ def line_chart(numbers: Sequence[int], series: Mapping[str, Sequence[float]]) ->
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _shares(values: Sequence[float]) -> str:

@@ -11,20 +11,22 @@ from torch import Tensor
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import TensorEntry
 from gqaconvert.checkpoint.staging import Staging
-from gqaconvert.checkpoint.writer import Advance, hash_file, write_file
+from gqaconvert.checkpoint.writer import Advance, hash_file
 from gqaconvert.errors import CheckpointError
 from gqaconvert.families.sites import rewritten
 from gqaconvert.merge.execute import torch_dtype
 from gqaconvert.merge.grouping import group_by_mergeability
+from gqaconvert.merge.groups import MergeResult
 from gqaconvert.merge.heads import AttentionHeads, permute_heads
 from gqaconvert.merge.rounding import round_once
 from gqaconvert.merge.sites import load_heads, site_merge, store_heads
-from gqaconvert.merge.subspace import MergeResult
 from gqaconvert.planning import ByteRange, ConversionPlan, SiteWork
 from gqaconvert.reading import SourceReader
 
 OnSite = Callable[[Mapping[str, Any]], None]
 """Called with the facts of each site that was merged."""
+OnStep = Callable[[int, int, float], None]
+"""Called with the number of each joint step, of how many, and its mean divergence in nats."""
 
 
 def merge_sites(
@@ -34,6 +36,7 @@ def merge_sites(
     trusted: frozenset[str],
     advance: Advance,
     on_site: OnSite,
+    on_step: OnStep,
 ) -> None:
     """Write the work file of every site that is not among the ``trusted`` ones of an interrupted run.
 
@@ -44,8 +47,13 @@ def merge_sites(
     with SourceReader(folder, staging.folder) as sources:
         if plan.recipe.calibration is not None:
             from gqaconvert.calibration import merge_calibrated
+            from gqaconvert.joint_refinement import refine_sites_jointly, require_memory_for
 
+            if plan.recipe.joint:
+                require_memory_for(plan)
             merge_calibrated(plan, folder, staging, sources, trusted, advance, on_site)
+            if plan.recipe.joint:
+                refine_sites_jointly(plan, folder, staging, sources, trusted, advance, on_step)
             return
         for work in plan.work:
             if work.shard not in trusted:
@@ -130,8 +138,8 @@ def save_work(staging: Staging, work: SiteWork, tensors: Mapping[str, Tensor], f
         tensor = tensors[name].contiguous()
         target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=place.start)
         target.copy_(tensor.flatten())
-    write_file(staging.folder / work.shard, bytes(data))
-    write_file(staging.folder / f"{work.shard}.json", json.dumps(facts).encode())
+    (staging.folder / work.shard).write_bytes(data)
+    (staging.folder / f"{work.shard}.json").write_text(json.dumps(facts))
     for name in (f"{work.shard}.json", work.shard):
         staging.record(name, hash_file(staging.folder / name))
 

@@ -575,6 +575,24 @@ def test_a_run_killed_before_its_first_record_is_resumed(tmp_path: Path, source:
     assert tree(tmp_path / "target") == wanted
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_run_killed_while_the_replaced_model_is_deleted_is_resumed(
+    tmp_path: Path, source: Path, complete: bool
+) -> None:
+    wanted = tree(convert(source, tmp_path / "wanted", "--mqa"))
+    target, staging = tmp_path / "target", tmp_path / ".target.gqaconvert"
+    interrupted(source, target, "--mqa")
+    # What a kill leaves between the renames (complete) and while the old model is deleted.
+    convert(source, tmp_path / "older", "--kv-heads", 2)
+    (tmp_path / "older").rename(staging / "old")
+    if not complete:
+        (staging / "old" / "model.safetensors").unlink()
+        shutil.copytree(tmp_path / "wanted", target)
+    convert(source, target, "--mqa", "--resume", "--overwrite")
+    assert tree(target) == wanted
+    assert not staging.exists()
+
+
 def test_a_damaged_finished_shard_is_written_again(tmp_path: Path) -> None:
     source = llama_checkpoint(tmp_path / "source", shards=6)
     wanted = tree(convert(source, tmp_path / "wanted", "--kv-heads", 2))

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from gqaconvert.cli.app import app
@@ -88,14 +90,54 @@ def test_report_as_json_and_html(tmp_path: Path) -> None:
         assert all(0 < share <= 1 for share in layer["key_explained"] + layer["value_explained"])
     convert(tmp_path / "two", *CALIBRATED, "--report", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<polyline") == 4
+    assert page.count("<polyline") == 6
     assert "error after" in page
     assert not re.search(r"(src|href)=", page), "the page loads nothing"
+
+
+def test_report_tells_the_entropy_of_the_attention(tmp_path: Path) -> None:
+    """The source's, against a run of the whole stock model that returns its attention weights."""
+    convert(tmp_path / "model", *CALIBRATED, "--report", str(tmp_path / "report.json"), "--quiet")
+    layers = json.loads((tmp_path / "report.json").read_text())["layers"]
+    tokens = AutoTokenizer.from_pretrained(MODEL)((EXAMPLES / "calibration.txt").read_text("utf-8"), verbose=False)
+    held_out = torch.tensor(tokens["input_ids"][15 * 256 : 16 * 256])[None]  # the last of 4096 tokens' windows
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        weights = model(held_out, output_attentions=True).attentions
+    for layer, weight in zip(layers, weights, strict=True):
+        expected = float(-(weight * weight.clamp_min(1e-30).log()).sum(-1).mean())
+        assert layer["source_attention_entropy"] == pytest.approx(expected, rel=1e-5)
+        assert 0.5 * expected < layer["attention_entropy"] < 2 * expected
+
+
+def test_joint_refinement_helps_and_is_resumed(tmp_path: Path, uninterrupted: Path) -> None:
+    options = [*CALIBRATED, "--joint", "6", "--report", str(tmp_path / "report.json")]
+    convert(tmp_path / "model", *options)
+    (first, *_) = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert first["joint_steps"] == 6
+    assert first["divergence_after"] < 0.97 * first["divergence_before"]
+    text = (EXAMPLES / "heldout.txt").read_text("utf-8")
+    joint, alone = (perplexity(folder, text, window=256, windows=12) for folder in (tmp_path / "model", uninterrupted))
+    assert joint < 0.995 * alone, (joint, alone)
+    assert "together" in (tmp_path / "model" / "README.md").read_text()
+
+    command = [sys.executable, "-m", "gqaconvert", "convert", str(MODEL), str(tmp_path / "again"), "--kv-heads", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    assert any("joint step 2 of 6" in line for line in process.stderr)
+    process.kill()
+    process.wait()
+    finished = json.loads((tmp_path / ".again.gqaconvert" / "state.json").read_text())["finished"]
+    assert {"work/00003-layerwise"} <= finished.keys()
+    subprocess.run([*command, *options, "--resume"], capture_output=True, env=environment, check=True)
+    assert content(tmp_path / "again") == content(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--joint", "8"], "--joint"),
         (["--refine", "8"], "--refine"),
         (["--calibrate", "example"], "--calibrate"),
         (["--grouping", "similar"], "--grouping"),

@@ -20,6 +20,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself: no loader would read more."""
 _MAX_RANK = 64  # of torch and numpy; keeps products of hostile shapes cheap
 _MAX_NUMBER = 2**63
+_ONLY_INT = {int}  # bool is another type, and no number of a header
 
 
 class TensorEntry(NamedTuple):
@@ -136,7 +137,8 @@ def parse_header(raw: bytes, *, shard: str, file_size: int | None) -> ShardHeade
 def _entry(name: str, fields: Any, *, shard: str, data_start: int) -> TensorEntry:  # noqa: ANN401
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        whole = all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (begin, end, *shape))
+        numbers = (begin, end, *shape)
+        whole = set(map(type, numbers)) == _ONLY_INT and min(numbers) >= 0 and max(numbers) < _MAX_NUMBER
         if whole and len(shape) <= _MAX_RANK and end - begin == dtypes.nbytes(dtype, math.prod(shape)):
             return TensorEntry(name, dtype, tuple(shape), shard, data_start + begin, end - begin)
     except (KeyError, TypeError, ValueError):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from gqaconvert.checkpoint.writer import hash_file, sync_folder, sync_tree, write_file
+from gqaconvert.checkpoint.writer import hash_file, sync_folder, sync_tree
 from gqaconvert.errors import DestinationError, StorageError
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ class Staging:
         except OSError as error:
             raise StorageError(f"cannot write beside {self.destination}: {error.strerror}") from error
         old = self.folder / "old"
-        if old.exists() and not self.destination.exists():  # killed between two renames
-            old.rename(self.destination)
+        if old.exists():
+            if self.destination.exists():  # killed while it was deleted
+                shutil.rmtree(old)
+            else:  # killed between two renames
+                old.rename(self.destination)
         return self
 
     def __exit__(
@@ -127,13 +130,13 @@ class Staging:
 
     def _save(self) -> None:
         temporary = self.folder / f"{_STATE}.new"
-        write_file(temporary, json.dumps(self._state).encode())
+        temporary.write_text(json.dumps(self._state))
         temporary.replace(self.folder / _STATE)
 
     def commit(self) -> None:
         """Make the finished folder appear under its name; what was there before disappears in the same moment."""
-        # All at once and only now: until here nothing relies on it, as a resumed run trusts hashes, and the writer is
-        # not held up.
+        # All at once and only now: until here nothing relies on it, as a resumed run trusts hashes, and an fsync in
+        # between would wait for the shards as well (ext4 orders a small file behind what was written before it).
         sync_tree(self.model)
         parent = self.destination.parent
         if self.destination.is_dir() and not any(self.destination.iterdir()):

@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,38 +20,43 @@ _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, er
 Advance = Callable[[int], None]
 
 
-def copy_range(source: int, target: int, start: int, count: int, advance: Advance) -> None:
-    """Append ``count`` bytes of a file, from ``start``, to another (both open descriptors).
+def copy_range(source: int, start: int, target: int, position: int, count: int) -> Iterator[int]:
+    """Copy ``count`` bytes from ``start`` of a file to ``position`` of another (both open descriptors).
+
+    Yields:
+        The number of bytes of each step, once they are there.
 
     Raises:
         CheckpointError: the source ends too early.
         OSError: reading or writing fails.
     """
     kernel_copy = hasattr(os, "copy_file_range")
-    while count:
-        size = min(count, CHUNK)
+    end = start + count
+    while start < end:
+        size = min(end - start, CHUNK)
         if kernel_copy:
             try:
-                done = os.copy_file_range(source, target, size, start)
+                done = os.copy_file_range(source, target, size, start, position)
             except OSError as error:
                 if error.errno not in _NO_KERNEL_COPY:
                     raise
                 kernel_copy = False
                 continue
         else:
-            done = write_all(target, os.pread(source, min(size, 4 * 2**20), start))
+            done = write_at(target, os.pread(source, min(size, 4 * 2**20), start), position)
         if done == 0:
             raise CheckpointError("a source file became shorter while it was read")
         start += done
-        count -= done
-        advance(done)
+        position += done
+        yield done
 
 
-def write_all(target: int, data: bytes | memoryview) -> int:
+def write_at(target: int, data: bytes | memoryview, position: int) -> int:
     """Write everything; a single write may stop early. Returns the number of bytes."""
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(target, rest) :]
+        done = os.pwrite(target, rest, position)
+        rest, position = rest[done:], position + done
     return len(data)
 
 
@@ -113,7 +118,7 @@ def _follow(path: Path, positions: "SimpleQueue[int | None]") -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
-        done = flushed = 0
+        done = 0
         while (end := positions.get()) is not None:
             while done < end:
                 count = file.readinto(buffer[: min(len(buffer), end - done)])
@@ -121,18 +126,17 @@ def _follow(path: Path, positions: "SimpleQueue[int | None]") -> str:
                     raise CheckpointError(f"{path} became shorter while it was written")
                 digest.update(buffer[:count])
                 done += count
-            start_writeback(file.fileno(), flushed, done - flushed)
-            flushed = done
     return digest.hexdigest()
 
 
-def start_writeback(descriptor: int, start: int, count: int) -> None:
+def start_writeback(path: Path, start: int, count: int) -> None:
     """Ask the kernel to begin writing a range out (Linux: sync_file_range), so that the final fsync waits for little.
 
-    It promises nothing about durability; that is what the fsync is for.
+    It promises nothing about durability; that is what the fsync is for. It blocks while the disk's queue is full.
     """
-    if _SYNC_FILE_RANGE is not None and count:
-        _SYNC_FILE_RANGE(descriptor, start, count, 2)  # SYNC_FILE_RANGE_WRITE
+    if _SYNC_FILE_RANGE is not None:
+        with path.open("rb") as file:
+            _SYNC_FILE_RANGE(file.fileno(), start, count, 2)  # SYNC_FILE_RANGE_WRITE
 
 
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:

@@ -1,5 +1,6 @@
 """The application: its commands, and the one place where errors become exit codes."""
 
+import gc
 import traceback
 from typing import Annotated, Any
 
@@ -85,4 +86,7 @@ app.command("validate")(validate_command)
 
 def main() -> None:
     """Entry point of the ``gqaconvert`` script."""
+    # An index makes hundreds of thousands of small objects that all stay; the cyclic collector would walk them for a
+    # second, again and again.
+    gc.set_threshold(100_000, 20, 100)
     app()

@@ -11,7 +11,7 @@ from gqaconvert.cli.output import byte_progress, note, print_json, safe
 from gqaconvert.errors import InputError
 
 if TYPE_CHECKING:
-    from gqaconvert.conversion import ConversionResult
+    from gqaconvert.conversion import ConversionResult, RecipeOptions
     from gqaconvert.planning import ConversionPlan
 
 
@@ -44,6 +44,16 @@ def convert_command(
     refine: Annotated[
         str | None,
         typer.Option("--refine", metavar="N|auto", help="Then fit each layer for N steps.", show_default="no steps"),
+    ] = None,
+    joint: Annotated[
+        int | None,
+        typer.Option(
+            "--joint",
+            metavar="N",
+            min=0,
+            show_default="no steps",
+            help="Then N steps on all layers together; needs the whole model in memory.",
+        ),
     ] = None,
     report: Annotated[
         Path | None,
@@ -100,7 +110,7 @@ def convert_command(
             raise InputError(f"--report tells of methods that merge whole layers, not of {method}")
     if resume and restart:
         raise InputError("--resume and --restart contradict each other")
-    options: dict[str, Any] = {
+    options: RecipeOptions = {
         "method": method,
         "seed": seed,
         "dtype": dtype,
@@ -110,6 +120,7 @@ def convert_command(
         "calibrate": calibrate,
         "calibration_tokens": calibration_tokens,
         "refine": _steps(refine),
+        "joint": joint,
     }
     count = 1 if kv_heads is None else kv_heads
     if dry_run:
@@ -135,6 +146,7 @@ def convert_command(
             on_plan=lambda plan: set_total(plan.work_bytes + sum(shard.nbytes for shard in plan.shards)),
             on_progress=advance,
             on_site=lambda facts: None if quiet or json else _show_site(facts),
+            on_step=lambda *step: None if quiet or json else _show_step(*step),
         )
     if report is not None:
         from gqaconvert.report import write_report
@@ -164,6 +176,11 @@ def _show_site(facts: Mapping[str, Any]) -> None:
         )
 
 
+def _show_step(step: int, steps: int, loss: float) -> None:
+    if step == steps or step % max(1, steps // 10) == 0:
+        note(f"joint step {step} of {steps}: KL(source || merged) {loss:.4f} nats a token")
+
+
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
@@ -182,6 +199,11 @@ def _show_result(result: "ConversionResult") -> None:
     )
     if target.num_key_value_heads < source.num_key_value_heads and not plan.work:
         note("before uptraining, expect much worse text than the source's; --method subspace --refine auto keeps more")
+    if plan.work and plan.recipe.calibration is None:
+        note(
+            "note: merged from the weights alone; activations of large models have a few huge "
+            "directions that weights do not show, so --calibrate keeps far more of them"
+        )
     for limit in sorted({limit for work in plan.work for limit in work.freedom.limits}):
         note(f"note: {limit}")
     left_out = plan.sidecars.left_out

@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gqaconvert.merge.groups import MergeResult, Shared, apply_moment, merge_groups
 from gqaconvert.merge.heads import AttentionHeads, KeyFreedom, Rotary
-from gqaconvert.merge.subspace import (
-    MergeResult,
-    Shared,
-    apply_moment,
-    fold,
-    group_size,
-    in_float64,
-    normed_key,
-    rotary_fits,
-    symmetric,
-)
+from gqaconvert.merge.subspace import normed_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,42 +23,17 @@ _ROUNDS = 20
 
 
 def merge_aligned(
-    heads: AttentionHeads,
-    num_key_value_heads: int,
-    *,
-    rotary: Rotary,
-    moment: Tensor | None = None,
+    heads: AttentionHeads, num_key_value_heads: int, *, rotary: Rotary, moment: Tensor | None = None
 ) -> MergeResult:
-    """Merge each group of consecutive KV heads into the mean of its aligned heads.
+    """Merge each group of consecutive KV heads into the mean of its aligned heads; see `merge_groups`.
 
-    Args:
-        heads: of one layer; any float type, computed in float64.
-        num_key_value_heads: after the merge; divides the count before. With the same count nothing changes.
-        rotary: the position scheme and what it leaves free.
-        moment: (E', E') mean of x x^T over calibration inputs; None weighs all input directions alike.
-
-    Returns:
-        The merged heads in float64. The explained shares are the energy of the mean before its norm is restored,
-        over the heads' mean energy.
-
-    Raises:
-        ValueError: the counts or the shapes do not fit.
+    The explained shares are the energy of the mean before its norm is restored, over the heads' mean energy.
     """
-    size = group_size(heads, num_key_value_heads)
-    rotary_fits(heads, rotary)
-    heads = in_float64(heads)
-    ones = torch.ones(num_key_value_heads, dtype=torch.float64, device=heads.key.device)
-    if size == 1:
-        return MergeResult(heads, ones, ones)
-    metric = None if moment is None else symmetric(moment, heads.key.shape[2])
-    members = [slice(start, start + size) for start in range(0, heads.num_key_value_heads, size)]
-    keys = [_key(heads.key[kv], rotary, metric) for kv in members]
-    values = [_block(heads.value[kv], metric, turn=rotary.values_free) for kv in members]
-    return MergeResult(
-        fold(heads, keys, values),
-        torch.stack([key.explained for key in keys]),
-        torch.stack([value.explained for value in values]),
-    )
+    return merge_groups(heads, num_key_value_heads, rotary=rotary, moment=moment, solve=_solve)
+
+
+def _solve(group: AttentionHeads, rotary: Rotary, moment: Tensor | None) -> tuple[Shared, Shared]:
+    return _key(group.key, rotary, moment), _block(group.value, moment, turn=rotary.values_free)
 
 
 def _key(heads: Tensor, rotary: Rotary, moment: Tensor | None) -> Shared:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ _SLICE_ELEMENTS = 2**18
 
 Read = Callable[[int, int], bytearray]
 """(byte offset within a head, number of bytes) -> the bytes."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Slices are small: a second thread of torch's would gain little, and wait for the ones that copy and hash."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gqaconvert.merge.subspace import (
-    group_size,
-    in_float64,
-    output_metrics,
-    query_metrics,
-    rotary_fits,
-    shared_key,
-    shared_value,
-    symmetric,
-)
+from gqaconvert.merge.groups import group_size, in_float64, rotary_fits, symmetric
+from gqaconvert.merge.subspace import output_metrics, query_metrics, shared_key, shared_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

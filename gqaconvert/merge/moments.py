@@ -136,6 +136,36 @@ def attention_call(layer: nn.Module, attention: nn.Module, call: Call, hidden: T
 
 
 @torch.no_grad()
+def attention_entropy(layer: nn.Module, attention: nn.Module, call: Call, hidden: Tensor) -> float | None:
+    """Mean entropy of the attention weights over query positions and heads, in nats.
+
+    Args:
+        layer: a decoder layer.
+        attention: the attention module inside it.
+        call: recorded with the eager implementation, whose masks are explicit.
+        hidden: the layer's input.
+
+    Returns:
+        None if the module does not give its weights away.
+    """
+    config = getattr(attention, "config", None)
+    if config is None:
+        return None
+    chosen = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        inner = attention_call(layer, attention, call, hidden)
+        args, kwargs = inner.arguments()
+        result = attention(*args, **kwargs)
+    finally:
+        config._attn_implementation = chosen
+    weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+    if not isinstance(weights, Tensor) or weights.ndim != 4:
+        return None
+    return float(torch.special.entr(weights.double()).sum(-1).mean())
+
+
+@torch.no_grad()
 def second_moment(batches: Sequence[Tensor], *, bias: bool = False) -> Tensor:
     """Mean of x x^T over all tokens, (E', E') in float64.
 

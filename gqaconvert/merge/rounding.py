@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+_SLICE = 2**16
+"""Elements at a time: what caches hold."""
+
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float64 to ``dtype``, to nearest, ties to even.
@@ -12,9 +15,13 @@ def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return values.to(dtype)
-    single = values.to(torch.float32)
-    error = values - single.to(torch.float64)
-    even = single.view(torch.int32) % 2 == 0
-    towards = torch.copysign(torch.full_like(single, torch.inf), error.to(torch.float32))
-    odd = torch.nextafter(single, towards)
-    return torch.where((error != 0) & even & torch.isfinite(single), odd, single).to(dtype)
+    stored = torch.empty(values.numel(), dtype=dtype, device=values.device)
+    for exact, place in zip(torch.split(values.flatten(), _SLICE), torch.split(stored, _SLICE), strict=True):
+        single = exact.to(torch.float32)
+        widened = single.to(torch.float64)
+        # On bit patterns, sign and magnitude: one less is the neighbour towards zero, and odd is its last bit set.
+        odd = single.view(torch.int32)
+        odd -= (widened.abs() > exact.abs()).to(torch.int32)
+        odd |= (widened != exact).to(torch.int32)
+        place.copy_(single)
+    return stored.view(values.shape)

@@ -9,8 +9,9 @@ from gqaconvert.families import Layout, Part
 from gqaconvert.families.blocks import head_blocks
 from gqaconvert.families.sites import AttentionGeometry, AttentionSite, rewritten
 from gqaconvert.merge.align import merge_aligned
+from gqaconvert.merge.groups import MergeResult
 from gqaconvert.merge.heads import AttentionHeads, Rotary
-from gqaconvert.merge.subspace import MergeResult, merge_subspace
+from gqaconvert.merge.subspace import merge_subspace
 
 SiteMerge = Callable[[AttentionHeads, int, Rotary, Tensor | None], MergeResult]
 

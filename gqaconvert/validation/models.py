@@ -16,18 +16,12 @@ from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import CheckpointError, MissingExtraError
 from gqaconvert.families import Part
 from gqaconvert.validation.compare import recomputed
-from gqaconvert.validation.numbers import Shards, nearest, torch_type
+from gqaconvert.validation.numbers import nearest
 from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
+from gqaconvert.validation.shards import Shards, torch_type
 
 if TYPE_CHECKING:
     from gqaconvert.validation.pair import Pair
-
-
-def have_transformers() -> bool:
-    """Whether the logits level can run here."""
-    from importlib.util import find_spec
-
-    return find_spec("transformers") is not None
 
 
 def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
@@ -97,14 +91,14 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
                 wanted = expected[entry.name]
                 before, after = head_rows(part, pair.layouts[0], geometry), head_rows(part, pair.layouts[1], target)
                 by_row = {segment.row: segment for segment in wanted.segments}
-                size = entry.numel // sum(rows.numel() for rows in before.values())
+                size = entry.numel // max(block.stop for blocks in before.values() for block in blocks)
                 flat = place.view(-1, size)
                 for role, rows in before.items():
                     for head, numbers in enumerate(rows):
                         shared = head
                         if role is not Part.QUERY:
                             shared = _group(head, geometry.num_key_value_heads, pair.kv_heads)
-                        segment = by_row[int(after[role][shared][0])]
+                        segment = by_row[after[role][shared].start]
                         flat[numbers] = _shared(pair, wanted, segment, source, output, exact=exact, size=size)
 
 

@@ -35,7 +35,13 @@ METHODS: Mapping[str, list[str]] = {
     "subspace, calibrated": ["--method", "subspace", "--calibrate", "TEXT"],
     "subspace, similar heads": ["--method", "subspace", "--calibrate", "TEXT", "--grouping", "similar"],
     "subspace, refined (24 steps)": ["--method", "subspace", "--calibrate", "TEXT", "--refine", "24"],
+    "subspace, refined (24), joint (24)": [
+        "--method", "subspace", "--calibrate", "TEXT", "--refine", "24", "--joint", "24",
+    ],
     "subspace, refined (auto)": ["--method", "subspace", "--calibrate", "TEXT", "--refine", "auto"],
+    "subspace, refined (auto), joint (60)": [
+        "--method", "subspace", "--calibrate", "TEXT", "--refine", "auto", "--joint", "60",
+    ],
     "subspace, similar, refined (auto)": [
         "--method", "subspace", "--calibrate", "TEXT", "--grouping", "similar", "--refine", "auto",
     ],

@@ -19,6 +19,15 @@ from tests.families.cases import CASES, VOCABULARY, Case
 from tests.families.reference import expanded_reference
 
 TOKENS = torch.randint(VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(0))
+REORDER_REFUSED = {
+    "gpt_oss": "sinks",
+    "falcon_rw": "position bias",
+    "stablelm_qk_layernorm": "norm",
+    "olmo2": "norm",
+    "olmoe": "norm",
+    "cohere_use_qk_norm": "norm",
+}
+"""Where something else than Q, K, V and O belongs to single heads -> what."""
 PAIRS = [
     pytest.param(case, method, id=f"{case.name}-{method}")
     for case in CASES
@@ -60,3 +69,23 @@ def test_different_heads_load_and_are_finite(case: Case, tmp_path: Path) -> None
     model, loading = convert(case.build(), tmp_path, 1, "subspace")
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     assert torch.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name) for case in CASES if min(case.targets) < case.kv_heads]
+)
+def test_heads_are_reordered_only_where_their_index_does_not_matter(case: Case, tmp_path: Path) -> None:
+    model = case.build()
+    model.save_pretrained(tmp_path / "source")
+    target = max(target for target in case.targets if target < case.kv_heads)
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--kv-heads", str(target)]
+    result = CliRunner().invoke(app, [*arguments, "--method", "subspace", "--grouping", "similar", "--quiet"])
+    reason = REORDER_REFUSED.get(case.name)
+    if reason is not None:
+        assert result.exit_code == 2, result.output
+        assert reason in result.stderr
+        return
+    assert result.exit_code == 0, result.stderr
+    auto: Any = AutoModelForCausalLM  # its methods are not annotated
+    merged = auto.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    assert torch.isfinite(logits(merged)).all()
