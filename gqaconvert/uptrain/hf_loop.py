@@ -11,10 +11,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from gqaconvert.checkpoint.writer import sync_tree
 from gqaconvert.errors import StorageError
+from gqaconvert.uptrain.checkpoints import (
+    checkpoint_folder,
+    record_complete,
+    replace_folder,
+    rotate,
+    step_of,
+    storing,
+)
 from gqaconvert.uptrain.data import TokenData
-from gqaconvert.uptrain.hf_trainer import CHECKPOINTS, record_complete, rotate
+from gqaconvert.uptrain.hf_trainer import CHECKPOINTS
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 from gqaconvert.uptrain.loss import evaluate, loss_sums
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
@@ -64,7 +71,7 @@ class LoopTrainer(Trainer):
         self.job, self.student, self.teacher, self.held_out, self.checkpoint = job, model, teacher, parts[1], checkpoint
         self.stopper = Stopper(job)
         self.parts_of_loss = torch.zeros(2)
-        self.start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        self.start = step_of(checkpoint) if checkpoint else 0
         samples = Samples(parts[0], job.seed, job.steps * job.batch_size)
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs in one process would be DataParallel
         super().__init__(model, arguments, data_collator=_collate, train_dataset=samples, callbacks=[_Stop(self)])
@@ -101,7 +108,10 @@ class LoopTrainer(Trainer):
             raise StorageError(f"cannot write to {job.folder}: {error.strerror or error}") from error
         if self.stopper.interrupted and not finished:
             raise KeyboardInterrupt
-        return self._outcome(done, finished=finished)
+        if self.metrics is None:
+            return Outcome(finished, done, None, None, None, None)
+        with self.metrics:
+            return self.metrics.outcome(done, finished=finished)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ANN401, ARG002
         """The project's AdamW (DeepSpeed brings its own)."""
@@ -193,12 +203,13 @@ class LoopTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
         if self.metrics:
             self.metrics.sync()
-        super()._save_checkpoint(model, trial)
-        self._wait()
-        if self.main:
-            root = self.job.folder / CHECKPOINTS
-            record_complete(root / f"checkpoint-{self.state.global_step}")
-            rotate(root, self.job.keep)
+        with storing(f"the checkpoint after step {self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
+            self._wait()
+            if self.main:
+                root = self.job.folder / CHECKPOINTS
+                record_complete(checkpoint_folder(root, self.state.global_step))
+                rotate(root, self.job.keep)
         self._wait()
 
     def _wait(self) -> None:
@@ -209,33 +220,15 @@ class LoopTrainer(Trainer):
         """The trained weights in float32 under their final name, all at once."""
         target = self.job.trained
         temporary = target.with_name(f"{target.name}.new")
-        if self.main:
-            shutil.rmtree(temporary, ignore_errors=True)
-        self._wait()
-        self.save_model(str(temporary))
-        self._wait()
-        if self.main:
-            sync_tree(temporary)
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.rename(target)
-        self._wait()
-
-    def _outcome(self, steps: int, *, finished: bool) -> Outcome:
-        if self.metrics is None:
-            return Outcome(finished, steps, None, None, None, None)
-        losses = self.metrics.losses()
-        tail = losses[-max(1, len(losses) // 10) :]
-        outcome = Outcome(
-            finished=finished,
-            steps=steps,
-            first_loss=losses[0] if losses else None,
-            last_loss=sum(tail) / len(tail) if tail else None,
-            eval_before=self.metrics.evaluation(0),
-            eval_after=self.metrics.evaluation(self.job.steps) if finished else None,
-            spikes=self.metrics.spikes(),
-        )
-        self.metrics.close()
-        return outcome
+        with storing(str(target)):
+            if self.main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._wait()
+            self.save_model(str(temporary))
+            self._wait()
+            if self.main:
+                replace_folder(temporary, target)
+            self._wait()
 
 
 class _Stop(TrainerCallback):

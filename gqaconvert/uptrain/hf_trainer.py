@@ -10,24 +10,22 @@ last. Here a checkpoint counts only with a record of its files, written after al
 
 import contextlib
 import dataclasses
-import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gqaconvert.checkpoint.writer import sync_tree, write_file
 from gqaconvert.errors import InputError, MissingExtraError
+from gqaconvert.uptrain.checkpoints import last_complete
 from gqaconvert.uptrain.job import Capabilities, Job, OnEvent, Outcome
-from gqaconvert.uptrain.processes import catch_signals, exclusive, is_launched, launch, torchrun, work
+from gqaconvert.uptrain.processes import catch_signals, torchrun
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-CHECKPOINTS, RECORD = "hf-checkpoints", "gqaconvert-complete.json"
+CHECKPOINTS = "hf-checkpoints"
 LAUNCH_OPTION = "accelerate_config"
 _OURS = frozenset((
     "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -80,6 +78,12 @@ class TransformersTrainer:
             found.append("on CPU the processes run as DDP (gloo), each with the whole model; nothing is sharded")
         return found
 
+    def launch(self, job: Job) -> list[str] | None:
+        """By ``accelerate launch`` where a configuration is given, else by torchrun."""
+        if configuration := job.backend_options.get(LAUNCH_OPTION):
+            return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+        return None if job.nproc == 1 else torchrun(job.nproc)
+
     def run(self, job: Job, on_event: OnEvent) -> Outcome:
         """Train, from the last complete checkpoint if there is one.
 
@@ -87,16 +91,14 @@ class TransformersTrainer:
             GqaConvertError: known failures.
             KeyboardInterrupt: on SIGINT and SIGTERM, after a checkpoint.
         """
-        if faults := self.check(job):
-            raise InputError("; ".join(faults))
-        configuration = job.backend_options.get(LAUNCH_OPTION)
-        if is_launched():
-            return _train(job, on_event)
-        with exclusive(job):
-            if configuration is None and job.nproc == 1:
-                return _train(job, on_event)
-            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
-            return launch(job, launcher if configuration else torchrun(job.nproc), __name__, on_event)
+        if find_spec("transformers") is None:
+            raise MissingExtraError("transformers", "transformers")
+        import torch
+
+        if job.threads:
+            torch.set_num_threads(job.threads)
+        with _quiet():
+            return _trained(job, on_event)
 
 
 def _option_problems(options: Mapping[str, Any]) -> list[str]:
@@ -112,18 +114,6 @@ def _option_problems(options: Mapping[str, Any]) -> list[str]:
     if "deepspeed" in options and find_spec("deepspeed") is None:
         problems.append("the package deepspeed is not installed")
     return problems
-
-
-def _train(job: Job, on_event: OnEvent) -> Outcome:
-    """The run of this process, alone or as one of several."""
-    if find_spec("transformers") is None:
-        raise MissingExtraError("transformers", "transformers")
-    import torch
-
-    if job.threads:
-        torch.set_num_threads(job.threads)
-    with _quiet():
-        return _trained(job, on_event)
 
 
 def _trained(job: Job, on_event: OnEvent) -> Outcome:
@@ -192,50 +182,6 @@ def training_arguments(job: Job) -> "TrainingArguments":
         raise InputError(f"the Trainer refuses its settings: {' '.join(str(error).split())[:300]}") from error
 
 
-def record_complete(folder: Path) -> None:
-    """Say that a checkpoint is whole: names and sizes of its files, written and forced to the disk after them.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    sync_tree(folder)
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    temporary = folder / f"{RECORD}.new"
-    write_file(temporary, json.dumps({"files": sizes}).encode())
-    temporary.replace(folder / RECORD)
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint has its record, and all files that it names, in full."""
-    try:
-        files = json.loads((folder / RECORD).read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints, complete or not, by step."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def last_complete(folder: Path) -> Path | None:
-    """The last complete checkpoint, None if there is none."""
-    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
-
-
-def rotate(folder: Path, keep: int) -> None:
-    """Delete what is not complete, and all but the last ``keep`` checkpoints."""
-    complete = [path for path in checkpoints(folder) if is_complete(path)]
-    for path in checkpoints(folder):
-        if path not in complete[-max(1, keep) :]:
-            (path / RECORD).unlink(missing_ok=True)  # first: half a folder must not look whole
-            shutil.rmtree(path, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No advice and no bars of transformers on the terminal; its errors remain."""
@@ -250,7 +196,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if shown:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-if __name__ == "__main__":
-    sys.exit(work(Path(sys.argv[1]), _train))

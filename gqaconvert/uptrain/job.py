@@ -20,6 +20,7 @@ class Job:
     """A run, down to every number that decides its weights. Written to ``job.json``; all ranks read that file.
 
     Attributes:
+        trainer: name of the backend.
         model: folder of the converted checkpoint.
         run: working folder: data, checkpoints, metrics.
         tokens: folder of the tokenised training text.
@@ -48,10 +49,12 @@ class Job:
         max_seconds: stop with a checkpoint after so long, None for never.
         nproc: processes on this machine.
         threads: of torch in each process, 0 to leave it alone. Bit-identical resumption needs the same number.
+        flops_per_token: of training the model, for the MFU; None if it is not known.
         report_to: trackers besides metrics.jsonl: "tensorboard", "wandb", "trackio".
         backend_options: passed to the backend as they are.
     """
 
+    trainer: str
     model: str
     run: str
     tokens: str
@@ -80,6 +83,7 @@ class Job:
     max_seconds: float | None = None
     nproc: int = 1
     threads: int = 0
+    flops_per_token: int | None = None
     report_to: tuple[str, ...] = ()
     backend_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -157,7 +161,10 @@ OnEvent = Callable[[Mapping[str, Any]], None]
 
 
 class Trainer(Protocol):
-    """A backend: registered as a class under a name in the entry-point group ``gqaconvert.trainers``."""
+    """A backend: registered as a class under a name in the entry-point group ``gqaconvert.trainers``.
+
+    It may also have ``notes(job) -> list[str]``: what a user should know of how this job will run.
+    """
 
     name: str
 
@@ -169,8 +176,12 @@ class Trainer(Protocol):
         """What would go wrong with this job, without side effects; empty if nothing."""
         ...
 
+    def launch(self, job: Job) -> list[str] | None:
+        """None to run in this process, or a launcher to which ``-m MODULE JOB`` is added (``torchrun ...``)."""
+        ...
+
     def run(self, job: Job, on_event: OnEvent) -> Outcome:
-        """Train, from the last complete checkpoint of ``job.run`` if there is one.
+        """Train, in each process, from the last complete checkpoint of ``job.run`` if there is one.
 
         Raises:
             GqaConvertError: known failures.

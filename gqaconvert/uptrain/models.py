@@ -131,7 +131,9 @@ def prepare_model(job: Job) -> tuple[Any, list[str]]:
     if job.packing == "document":
         require_apart(model, model.get_input_embeddings().weight.shape[0])
     if job.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed within transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model, trained
 
 

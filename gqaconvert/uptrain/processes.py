@@ -1,12 +1,14 @@
 """Signals, the lock of a working folder, and a job in several processes: what all backends share.
 
-A job in several processes is a launcher (torchrun, or another) that starts ``python -m MODULE job.json``; rank 0 leaves
-the result in ``outcome.json``. A file asks them to stop, as launchers kill what does not end soon after a signal. They
-end by themselves when the one that launched them is gone, so that the same command can be given again at once.
+A job in several processes is a launcher (torchrun, or another) that starts ``python -m gqaconvert.uptrain.worker JOB``;
+rank 0 leaves the result in ``outcome.json``. A file asks them to stop, as launchers kill what does not end soon after a
+signal. They end by themselves when the one that launched them is gone, so that the same command can be given again at
+once.
 """
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -19,14 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from gqaconvert import errors
 from gqaconvert.checkpoint.writer import write_file
 from gqaconvert.errors import DestinationError, EnvironmentFailure, GqaConvertError, StorageError
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 
 JOB, OUTCOME, LOG, LOCK, STOP = "job.json", "outcome.json", "processes.log", "lock", "stop"
+WORKER = "gqaconvert.uptrain.worker"
+_PATIENCE = 3.0
+"""Seconds: processes that lost the one that launched them look for it twice a second."""
 _LAUNCHED_BY = "GQACONVERT_LAUNCHED_BY"
 
 
@@ -74,8 +77,11 @@ def catch_signals(stopper: Stopper) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive(job: Job) -> Iterator[None]:
-    """The working folder, for one run at a time.
+def exclusive(job: Job) -> Iterator[int]:
+    """The working folder, for one run at a time; gives the lock's descriptor, which the launched processes inherit.
+
+    So the lock of a launching process that was killed is free once the processes that it launched have ended, which
+    is what is waited for here.
 
     Raises:
         DestinationError: another run has it.
@@ -83,17 +89,23 @@ def exclusive(job: Job) -> Iterator[None]:
     """
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(job.folder / LOCK)
-        lock.acquire(timeout=0)
-        (job.folder / STOP).unlink(missing_ok=True)
-    except Timeout:
-        raise DestinationError(f"another run works in {job.folder} right now", hint="wait for it to end") from None
+        file = (job.folder / LOCK).open("w")
     except OSError as error:
         raise StorageError(f"cannot write to {job.folder}: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        lock.release()
+    with file:
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DestinationError(
+                        f"another run works in {job.folder} right now", hint="wait for it to end"
+                    ) from None
+                time.sleep(0.1)
+        (job.folder / STOP).unlink(missing_ok=True)
+        yield file.fileno()
 
 
 def is_launched() -> bool:
@@ -101,13 +113,20 @@ def is_launched() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def world_size(job: Job) -> int:
+    """How many processes share the job's batches."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else job.nproc
+
+
 def torchrun(count: int) -> list[str]:
     """The launcher for ``count`` processes on this machine."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
 
 
-def launch(job: Job, launcher: Sequence[str], module: str, on_event: OnEvent) -> Outcome:
+def launch(job: Job, launcher: Sequence[str], on_event: OnEvent, lock: int, *, module: str = WORKER) -> Outcome:
     """Run a job by a launcher, pass its metrics on as they come, and return what rank 0 left.
+
+    ``lock`` is what `exclusive` gave.
 
     Raises:
         GqaConvertError: what the processes raised.
@@ -122,7 +141,9 @@ def launch(job: Job, launcher: Sequence[str], module: str, on_event: OnEvent) ->
     stopper, position, started = Stopper(), 0, time.time_ns()
     with (folder / LOG).open("ab") as log, catch_signals(stopper):
         # A session of its own: a Ctrl-C reaches only this process.
-        running = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)  # noqa: S603
+        running = subprocess.Popen(  # noqa: S603
+            command, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=(lock,)
+        )
         try:
             ended = False
             while not ended:

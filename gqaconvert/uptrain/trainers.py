@@ -5,7 +5,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from gqaconvert.errors import InputError, MissingExtraError
-from gqaconvert.uptrain.job import Capabilities, Trainer
+from gqaconvert.uptrain.job import Capabilities, Job, OnEvent, Outcome, Trainer
+from gqaconvert.uptrain.processes import exclusive, is_launched, launch
 
 GROUP = "gqaconvert.trainers"
 _BUILT_IN = {
@@ -38,6 +39,38 @@ def load_trainer(name: str) -> Trainer:
     return _load(points[name])
 
 
+def run_job(job: Job, on_event: OnEvent) -> Outcome:
+    """Train by the job's backend, in this process or in those that it launches.
+
+    In a process that a launcher started, this is one of several; else the working folder is locked.
+
+    Raises:
+        GqaConvertError: known failures.
+        KeyboardInterrupt: on SIGINT and SIGTERM, after a checkpoint.
+    """
+    trainer = load_trainer(job.trainer)
+    if faults := check_job(trainer, job):
+        raise InputError("; ".join(faults))
+    if is_launched():
+        return trainer.run(job, on_event)
+    with exclusive(job) as lock:
+        launcher = trainer.launch(job)
+        return trainer.run(job, on_event) if launcher is None else launch(job, launcher, on_event, lock)
+
+
+def check_job(trainer: Trainer, job: Job) -> list[str]:
+    """What a backend does not do, and what it finds fault with."""
+    can, name = trainer.capabilities(), trainer.name
+    faults = [
+        f"the trainer {name} does not know {option} {value!r}"
+        for option, value, known in (("--loss", job.loss, can.losses), ("--trainable", job.trainable, can.trainable))
+        if value not in known
+    ]
+    if job.nproc > 1 and not can.processes:
+        faults.append(f"the trainer {name} runs in one process only")
+    return faults + trainer.check(job)
+
+
 def list_trainers() -> list[TrainerInfo]:
     """Every backend; one that is broken is listed with its fault, and breaks no other."""
     found = []
@@ -62,7 +95,7 @@ def _load(point: EntryPoint) -> Trainer:
         raise
     except Exception as error:
         raise InputError(f"the trainer {point.name!r} ({point.value}) cannot be loaded: {error}") from error
-    lacking = [name for name in ("name", "capabilities", "check", "run") if not hasattr(made, name)]
+    lacking = [name for name in ("name", "capabilities", "check", "launch", "run") if not hasattr(made, name)]
     if lacking:
         raise InputError(f"the trainer {point.name!r} ({point.value}) has no {', '.join(lacking)}")
     trainer: Trainer = made

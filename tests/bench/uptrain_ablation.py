@@ -31,7 +31,7 @@ import gqaconvert
 from gqaconvert.uptrain.budget import BASES, resolve
 from gqaconvert.uptrain.data import prepare
 from gqaconvert.uptrain.job import Job
-from gqaconvert.uptrain.trainers import load_trainer
+from gqaconvert.uptrain.trainers import run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "tiny-llama"
@@ -108,12 +108,13 @@ class Study:
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir()
         job = Job(
+            trainer=self.arguments.trainer,
             model=str(self.model(method, count)), run=str(run), tokens=str(self.tokens), eval_tokens=str(self.held_out),
             eval_windows=EVAL_WINDOWS, seq_len=SEQ_LEN, teacher=str(MODEL), steps=budget.steps if alpha else 1,
             batch_size=BATCH, micro_batch=BATCH, learning_rate=self.arguments.lr, loss=self.arguments.loss,
             seed=self.arguments.seed, checkpoint_every=10_000, threads=1,
         )  # fmt: skip
-        outcome = load_trainer(self.arguments.trainer).run(job, lambda record: None)
+        outcome = run_job(job, lambda record: None)
         loss = outcome.eval_after if alpha else outcome.eval_before
         assert loss is not None
         self.results[key] = math.exp(loss)

@@ -18,18 +18,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gqaconvert.errors import GqaConvertError
 from gqaconvert.uptrain.data import prepare
 from gqaconvert.uptrain.job import Job, Outcome
-from gqaconvert.uptrain.trainers import load_trainer
+from gqaconvert.uptrain.trainers import run_job
 
 VOCABULARY, SEQ_LEN = 96, 16
 FORKS = multiprocessing.get_context("fork")  # the imports of transformers cost seconds, and are made
 
 
-def tiny_llama(folder: Path, *, kv_heads: int = 4, seed: int = 0) -> Path:
+def tiny_llama(folder: Path, *, kv_heads: int = 4, seed: int = 0, tied: bool = False) -> Path:
     """A random model that learns something in a few steps."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=kv_heads, max_position_embeddings=64, bos_token_id=None, eos_token_id=0, pad_token_id=None,
+        tie_word_embeddings=tied,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -50,7 +51,7 @@ def token_folder(model: Path, place: Path, *, windows: int = 40, seed: int = 0) 
 def make_job(folder: Path, model: Path, tokens: Path, name: str, **changes: Any) -> Job:  # noqa: ANN401
     """A job of 8 steps of 8 windows; the working folder exists."""
     job = Job(
-        model=str(model), run=str(folder / name), tokens=str(tokens), eval_tokens=None, eval_windows=4, seq_len=SEQ_LEN,
+        trainer="torch", model=str(model), run=str(folder / name), tokens=str(tokens), eval_tokens=None, eval_windows=4, seq_len=SEQ_LEN,
         teacher=None, steps=8, batch_size=8, micro_batch=4, learning_rate=3e-3, checkpoint_every=3, threads=1,
     )  # fmt: skip
     job = replace(job, **changes)
@@ -58,9 +59,9 @@ def make_job(folder: Path, model: Path, tokens: Path, name: str, **changes: Any)
     return job
 
 
-def run(trainer: str, job: Job) -> Outcome:
-    """Run a backend here, to its end."""
-    return load_trainer(trainer).run(job, lambda record: None)
+def run(job: Job) -> Outcome:
+    """Run a job here, to its end."""
+    return run_job(job, lambda record: None)
 
 
 def records(job: Job) -> list[dict[str, Any]]:
@@ -92,15 +93,17 @@ def in_process(target: Callable[..., Any], *arguments: object) -> Any:  # noqa: 
     return process
 
 
-def run_until(trainer: str, job: Job, step: int, number: int) -> None:
+def run_until(job: Job, step: int, number: int, also: Callable[[Mapping[str, Any]], None] | None = None) -> None:
     """In a forked process: send itself a signal when a step has been written to the metrics."""
 
     def on_event(record: Mapping[str, Any]) -> None:
+        if also:
+            also(record)
         if record["step"] == step and "loss" in record:
             os.kill(os.getpid(), number)
 
     try:
-        load_trainer(trainer).run(job, on_event)
+        run_job(job, on_event)
     except KeyboardInterrupt:
         os._exit(130)
     except GqaConvertError as error:
@@ -115,6 +118,6 @@ def ended(process: Any) -> int:  # noqa: ANN401
     return int(process.exitcode)
 
 
-def interrupt(trainer: str, job: Job, step: int, number: int = signal.SIGKILL) -> int:
+def interrupt(job: Job, step: int, number: int = signal.SIGKILL) -> int:
     """Exit code of a run that gets a signal after a step."""
-    return ended(in_process(run_until, trainer, job, step, number))
+    return ended(in_process(run_until, job, step, number))

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from tests.uptrain.jobs import FORKS, ended, make_job
 
 
 def probe(job: Job, on_event: Any = lambda record: None) -> Outcome:  # noqa: ANN401
-    with exclusive(job):
-        return launch(job, [sys.executable], "tests.uptrain.probe", on_event)
+    with exclusive(job) as lock:
+        return launch(job, [sys.executable], on_event, lock, module="tests.uptrain.probe")
 
 
 def job_in(folder: Path, **changes: Any) -> Job:  # noqa: ANN401
@@ -84,11 +83,8 @@ def test_a_kill_of_the_launching_process_ends_the_others(tmp_path: Path) -> None
     process = FORKS.Process(target=signal_after, args=(job, 2, signal.SIGKILL))
     process.start()
     assert ended(process) == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while workers(job):
-        assert time.monotonic() < deadline, "still running"
-        time.sleep(0.05)
-    assert probe(job_in(tmp_path, steps=2)).finished  # the lock went with the process
+    assert probe(job_in(tmp_path, steps=2)).finished  # at once: it waits for those that are still running
+    assert workers(job) == 0
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
