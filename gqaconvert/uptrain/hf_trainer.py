@@ -8,11 +8,10 @@ A checkpoint of the Trainer is written in place, so that a kill leaves half of o
 last. Here a checkpoint counts only with a record of its files, written after all of them.
 """
 
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -97,7 +96,9 @@ class TransformersTrainer:
 
         if job.threads:
             torch.set_num_threads(job.threads)
-        with _quiet():
+        from gqaconvert.uptrain.models import quiet
+
+        with quiet():
             return _trained(job, on_event)
 
 
@@ -180,19 +181,3 @@ def training_arguments(job: Job) -> "TrainingArguments":
         )
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"the Trainer refuses its settings: {' '.join(str(error).split())[:300]}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No advice and no bars of transformers on the terminal; its errors remain."""
-    from transformers.utils import logging
-
-    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -111,6 +112,30 @@ def exclusive(job: Job) -> Iterator[int]:
 def is_launched() -> bool:
     """Whether this is one of several processes that a launcher started."""
     return "LOCAL_RANK" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this process is the only one, or the first of several."""
+    return os.environ.get("RANK", "0") == "0" or not is_launched()
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What is within is done by the first process first, and then, when that is there, by the others."""
+    if not is_launched():
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(days=1))  # tokenising may take hours
+    try:
+        if not is_main():
+            dist.barrier()
+        yield
+        if is_main():
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def world_size(job: Job) -> int:

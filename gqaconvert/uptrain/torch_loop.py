@@ -41,7 +41,7 @@ from gqaconvert.uptrain.data import open_parts
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 from gqaconvert.uptrain.loss import cross_entropy, loss_sums, model_inputs
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
-from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model
+from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model, quiet
 from gqaconvert.uptrain.packing import IGNORED, Batch
 from gqaconvert.uptrain.processes import Stopper, catch_signals, is_launched
 from gqaconvert.uptrain.schedule import learning_rate
@@ -116,7 +116,7 @@ def train(job: Job, on_event: OnEvent) -> Outcome:
     """
     if job.threads:
         torch.set_num_threads(job.threads)
-    with _world() as world:
+    with quiet(), _world() as world:
         loop = _Loop(job, world, on_event)
         with catch_signals(loop.stopper), loop.metrics or nullcontext(), loop.trackers:
             return loop.run()

@@ -75,7 +75,7 @@ def list_trainers() -> list[TrainerInfo]:
     """Every backend; one that is broken is listed with its fault, and breaks no other."""
     found = []
     for name, point in sorted(_points().items()):
-        package = point.dist.name if point.dist else point.module
+        package = point.dist.name if point.dist else point.module.partition(".")[0]
         try:
             found.append(TrainerInfo(name, package, _load(point).capabilities(), None))
         except Exception as error:  # whatever a stranger's package raises
