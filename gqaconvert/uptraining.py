@@ -20,7 +20,6 @@ from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.source import fetch_source, open_source
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import hash_file
-from gqaconvert.conversion import PROVENANCE_SCHEMA
 from gqaconvert.destination import check_destination, json_bytes, located, refuse_overlap, storage_errors
 from gqaconvert.errors import DestinationError, GqaConvertError, InputError, MissingExtraError
 from gqaconvert.families.config import CONTEXT
@@ -32,6 +31,7 @@ from gqaconvert.uptrain.job import Job, Loss, OnEvent, Outcome, Precision, Train
 from gqaconvert.uptrain.trainers import check_job, load_trainer, run_job
 
 SCHEMA = "gqaconvert.uptrain/1"
+PROVENANCE_SCHEMA = "gqaconvert.uptrain-provenance/1"
 METRICS, CURVE = "uptraining/metrics.jsonl", "uptraining/loss.png"
 REQUEST = "request.json"
 DEFAULT_LEARNING_RATE = 3e-4
@@ -169,14 +169,12 @@ class UptrainResult:
         outcome: how it ended; without a finished one there is no destination yet.
         shards: name -> sha256 of the destination's.
         source_loss: held-out loss of the unconverted model in nats a token, where there was a teacher.
-        tokens_seen: tokens of training text, of one epoch.
     """
 
     plan: UptrainPlan
     outcome: Outcome
     shards: Mapping[str, str]
     source_loss: float | None = None
-    tokens_seen: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form."""

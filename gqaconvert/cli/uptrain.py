@@ -118,8 +118,11 @@ def uptrain_command(
     quiet: Quiet = False,
 ) -> None:
     """Train a converted checkpoint for a short while. The same command goes on where it was interrupted."""
+    from gqaconvert.uptrain.processes import is_main
     from gqaconvert.uptraining import UptrainOptions, plan_uptraining, uptrain
 
+    if not is_main():  # torchrun started several of us; one speaks for all
+        json, quiet = False, True
     options = UptrainOptions(
         steps=steps, tokens=tokens, alpha=alpha, pretrain_tokens=pretrain_tokens, trainer=trainer,
         loss=_one_of("--loss", loss, "lm", "distill", "mixed"), teacher=teacher,

@@ -127,15 +127,21 @@ def together() -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(days=1))  # tokenising may take hours
-    try:
-        if not is_main():
-            dist.barrier()
-        yield
-        if is_main():
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    join()
+    if not is_main():
+        dist.barrier()
+    yield
+    if is_main():
+        dist.barrier()
+
+
+def join() -> None:
+    """Meet the other processes that a launcher started; once, as torchrun's store takes it badly a second time."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        # By no name, there is a backend for CPUs and one for GPUs. A day: tokenising may take hours.
+        dist.init_process_group(timeout=timedelta(days=1))
 
 
 def world_size(job: Job) -> int:

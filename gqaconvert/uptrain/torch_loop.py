@@ -43,7 +43,7 @@ from gqaconvert.uptrain.loss import cross_entropy, loss_sums, model_inputs
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
 from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model, quiet
 from gqaconvert.uptrain.packing import IGNORED, Batch
-from gqaconvert.uptrain.processes import Stopper, catch_signals, is_launched
+from gqaconvert.uptrain.processes import Stopper, catch_signals, is_launched, join
 from gqaconvert.uptrain.schedule import learning_rate
 from gqaconvert.uptrain.trackers import Trackers
 
@@ -100,7 +100,7 @@ def _world() -> Iterator[World]:
     if not is_launched():
         yield World(0, 1, device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join()
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
