@@ -165,4 +165,6 @@ _ORDER: tuple[Kind, ...] = (
 
 def _name(facts: FamilyFacts) -> str:
     types = ", ".join(facts.model_types)
-    return types if not facts.when else f"{types} ({', '.join(f'{k}: {str(v).lower()}' for k, v in facts.when.items())})"
+    return (
+        types if not facts.when else f"{types} ({', '.join(f'{k}: {str(v).lower()}' for k, v in facts.when.items())})"
+    )

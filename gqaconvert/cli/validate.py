@@ -56,8 +56,6 @@ def validate_command(
     from gqaconvert.validation.run import validate
     from gqaconvert.validation.types import Settings
 
-    if level is None and (max_ppl_ratio, max_kl, min_top1) != (None, None, None):
-        level = "quality"
     settings: Any = Settings(level, atol, rtol, text, max_tokens, max_ppl_ratio, max_kl, min_top1)  # type: ignore[arg-type]
     before, after = (None, source) if destination is None else (source, destination)
     with byte_progress("comparing", show=not (json or quiet)) as (set_total, advance):

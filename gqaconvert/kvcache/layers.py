@@ -135,6 +135,7 @@ class CacheModel:
         context: the longest sequence that the model was made for, None if the config does not say.
         encoder_tokens: the encoder's longest output, None if there is no encoder or no limit.
         repeats_heads: transformers' class caches all query heads unless there is one KV head (Falcon).
+        repeats_one_head: and even then (Falcon's new decoder architecture).
     """
 
     model_type: str
@@ -146,6 +147,11 @@ class CacheModel:
     context: int | None = None
     encoder_tokens: int | None = None
     repeats_heads: bool = False
+    repeats_one_head: bool = False
+
+    def repeats(self, kv_heads: int) -> bool:
+        """Whether transformers' class repeats so many KV heads up to the query heads before it caches them."""
+        return self.repeats_heads and (kv_heads > 1 or self.repeats_one_head)
 
     def with_kv_heads(self, count: int) -> "CacheModel":
         """The same model with another number of KV heads in all its self-attention layers."""
@@ -204,7 +210,7 @@ def _layer_bytes(layer: CacheLayer, tokens: int, model: CacheModel, settings: Ca
     match layer:
         case AttentionCache():
             heads = layer.kv_heads
-            if model.repeats_heads and settings.runtime == "transformers" and heads > 1:
+            if settings.runtime == "transformers" and model.repeats(heads):
                 heads = model.num_attention_heads
             token = _shard(heads, devices) * _pair(layer.key_dim, layer.value_dim, settings)
             if layer.window is not None:

@@ -176,6 +176,7 @@ def _decoder(config: ModelConfig, kind: str, rule: _Rule, layers: int, heads: in
     return CacheModel(
         config.model_type, heads, kv_heads, layers, tuple(held), pattern, _context(config, _CONTEXT),
         repeats_heads=kind in ("falcon", "RefinedWebModel"),
+        repeats_one_head=bool(config.text.get("new_decoder_architecture", False)),
     )  # fmt: skip
 
 

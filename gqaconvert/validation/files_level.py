@@ -1,27 +1,28 @@
 """Is the file right? Headers, JSON and a streaming comparison of every byte; no model is run.
 
-At most a few slices are in memory: 4 MiB of each side for what is copied, 32 MiB in float64 for what is computed.
+At most a few slices are in memory: 16 MiB of each side in every thread for what is copied, a few MiB in float64 for
+what is computed.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from gqaconvert.checkpoint import dtypes
 from gqaconvert.checkpoint.files import LocalFolder
-from gqaconvert.checkpoint.headers import TensorEntry
-from gqaconvert.checkpoint.index import CheckpointIndex, Problem
-from gqaconvert.errors import StorageError
-from gqaconvert.inspection import read_checkpoint, read_provenance
+from gqaconvert.checkpoint.headers import TensorEntry, Transposed
+from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.inspection import read_checkpoint
 from gqaconvert.sidecars import CONFIG, PROVENANCE, output_name, plan_sidecars
 from gqaconvert.validation.pair import Pair, stored_type
-from gqaconvert.validation.types import Check, TensorError, skipped, verdict
+from gqaconvert.validation.record import Record, read_record
+from gqaconvert.validation.scan import Scan
+from gqaconvert.validation.shards import Buffer, Shards, first_difference
+from gqaconvert.validation.types import Check, TensorError, skipped, timed, verdict
 
 Advance = Callable[[int], None]
-_HASH_CHUNK = 4 * 2**20
+_CHUNK = 4 * 2**20
 
 
 def validate_files(pair: Pair, advance: Advance) -> tuple[list[Check], list[TensorError]]:
@@ -30,18 +31,32 @@ def validate_files(pair: Pair, advance: Advance) -> tuple[list[Check], list[Tens
     Raises:
         StorageError: a file cannot be read.
     """
-    with Hashes(pair.index, pair.record) as hashes:
+    sound = comparable(pair)
+    merged = pair.merged_names()
+    kept = sound - pair.trained_names()
+    copied = {
+        tensor.name: tensor.source
+        for tensor in pair.expected
+        if tensor.kind == "untouched"
+        and tensor.name in kept
+        and tensor.name not in merged
+        and tensor.dtype == pair.index.entries[tensor.name].dtype
+        and not isinstance(tensor.source, Transposed)
+    }
+    with Scan(pair.index, pair.record, copied, pair.source_folder.root, advance) as scan:
         checks = [
-            _index(pair.index),
-            _config(pair),
+            timed(lambda: _index(pair.index)),
+            timed(lambda: _config(pair)),
             *_structure(pair),
-            _sidecars(pair),
-            tied(pair.index, pair.config.raw),
+            timed(lambda: _sidecars(pair)),
+            timed(lambda: tied(pair.index, pair.config.raw)),
         ]
         from gqaconvert.validation.compare import compare_tensors
 
-        compared, errors = compare_tensors(pair, comparable(pair), advance)
-        return [*checks, *compared, hashes.check(), _record(pair)], errors
+        compared, errors = compare_tensors(pair, kept, copied.keys(), scan, advance)
+        if pair.record.trained is not None:
+            compared.append(timed(lambda: _finite(pair.index, pair.folder, advance)))
+        return [*checks, *compared, scan.hashes(), timed(lambda: _record(pair))], errors
 
 
 def validate_alone(folder: LocalFolder, advance: Advance, *, family: str | None = None) -> list[Check]:
@@ -49,26 +64,30 @@ def validate_alone(folder: LocalFolder, advance: Advance, *, family: str | None 
 
     Raises:
         CheckpointError: it is no readable checkpoint.
+        StorageError: a file cannot be read.
     """
-    from gqaconvert.finite import find_non_finite
-
     checkpoint = read_checkpoint(folder, family=family)
-    record = read_provenance(folder) or {}
-    with Hashes(checkpoint.index, record) as hashes:
+    record = read_record(folder)
+    with Scan(checkpoint.index, record, {}, None, advance) as scan:
         obstacle = [] if checkpoint.obstacle is None else [checkpoint.obstacle.message]
-        found = find_non_finite(checkpoint.index, folder, advance)
         return [
             _index(checkpoint.index),
             verdict("files.config", obstacle, "config.json fits the weights", "config.json does not fit the weights"),
-            tied(checkpoint.index, checkpoint.config.raw),
-            verdict(
-                "files.finite", [f"{p.subject}: {p.message}" for p in found if p.severity == "error"],
-                "all numbers are finite", "numbers that are not finite",
-            ),
-            hashes.check(),
+            timed(lambda: tied(checkpoint.index, checkpoint.config.raw)),
+            timed(lambda: _finite(checkpoint.index, folder, advance)),
+            scan.hashes(),
+            _record_alone(record),
             skipped("files.untouched", "no source to compare with"),
             skipped("files.pooled-weights", "no source to compute them from"),
-        ]  # fmt: skip
+        ]
+
+
+def _finite(index: CheckpointIndex, folder: LocalFolder, advance: Advance) -> Check:
+    from gqaconvert.finite import find_non_finite
+
+    found = find_non_finite(index, folder, advance)
+    faults = [f"{problem.subject}: {problem.message}" for problem in found if problem.severity == "error"]
+    return verdict("files.finite", faults, "all numbers are finite", "numbers that are not finite")
 
 
 def comparable(pair: Pair) -> frozenset[str]:
@@ -83,15 +102,8 @@ def comparable(pair: Pair) -> frozenset[str]:
 
 
 def _index(index: CheckpointIndex) -> Check:
-    def counts(problem: Problem) -> bool:
-        return problem.severity == "error" or problem.code in (
-            "total-size",
-            "unlisted-tensor",
-            "stray-weights",
-            "two-sources",
-        )
-
-    faults = [f"{problem.subject}: {problem.message}" for problem in index.problems if counts(problem)]
+    # What a conversion takes with a warning, its output must not have.
+    faults = [f"{problem.subject}: {problem.message}" for problem in index.problems]
     good = f"{len(index.entries)} tensors in {len(index.shards)} file(s), index and total_size agree"
     return verdict("files.index", faults, good, "index and shards contradict each other", total_size=index.total_size)
 
@@ -150,8 +162,8 @@ def _same(left: Path, right: Path) -> bool:
     if left.stat().st_size != right.stat().st_size:
         return False
     with left.open("rb") as one, right.open("rb") as other:
-        while data := one.read(_HASH_CHUNK):
-            if data != other.read(_HASH_CHUNK):
+        while data := one.read(_CHUNK):
+            if data != other.read(_CHUNK):
                 return False
     return True
 
@@ -175,83 +187,44 @@ def tied(index: CheckpointIndex, config: Mapping[str, Any]) -> Check:
 
 
 def _same_bytes(index: CheckpointIndex, left: TensorEntry, right: TensorEntry) -> bool:
-    from gqaconvert.validation.numbers import Shards
-
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     assert isinstance(index.files, LocalFolder)
+    one, other = Buffer(_CHUNK), Buffer(_CHUNK)
     with Shards(index.files.root) as shards:
-        return all(
-            shards.read(left, start, size) == shards.read(right, start, size)
-            for start in range(0, left.nbytes, _HASH_CHUNK)
-            for size in [min(_HASH_CHUNK, left.nbytes - start)]
-        )
+        for start in range(0, left.nbytes, _CHUNK):
+            size = min(_CHUNK, left.nbytes - start)
+            shards.fill(left.shard, left.start + start, one.view[:size])
+            shards.fill(right.shard, right.start + start, other.view[:size])
+            if first_difference(one, other, size) is not None:
+                return False
+    return True
 
 
-class Hashes:
-    """Digests of the shards, computed beside the comparison: the bytes are in the page cache then."""
-
-    def __init__(self, index: CheckpointIndex, record: Mapping[str, Any]) -> None:
-        recorded = record.get("shards")
-        self._record = recorded if isinstance(recorded, dict) else {}
-        self._index = index
-        self._pool = ThreadPoolExecutor(1)
-        self._digests: dict[str, Future[str]] = {}
-
-    def __enter__(self) -> "Hashes":
-        assert isinstance(self._index.files, LocalFolder)
-        for shard in self._index.shards:
-            if shard.shard in self._record:
-                self._digests[shard.shard] = self._pool.submit(_digest, self._index.files.path(shard.shard))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def check(self) -> Check:
-        """Wait, and compare with the record."""
-        name = "files.hashes"
-        if not self._record:
-            return skipped(name, f"no {PROVENANCE} with hashes")
-        present = {shard.shard for shard in self._index.shards}
-        faults = [f"{shard} is recorded and not there" for shard in self._record.keys() - present]
-        faults += [f"{shard} is not in the record" for shard in present - self._record.keys()]
-        for shard, digest in self._digests.items():
-            fields = self._record[shard]
-            if digest.result() != (fields.get("sha256") if isinstance(fields, dict) else None):
-                faults.append(f"{shard} has another SHA-256 than {PROVENANCE} says: changed, or of another run")
-        good = f"{len(self._digests)} file(s) have the hashes of {PROVENANCE}"
-        return verdict(name, sorted(faults), good, f"files are not those that {PROVENANCE} records")
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb", buffering=0) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+def _record_alone(record: Record) -> Check:
+    if not record.present:
+        return skipped("files.record", f"no {PROVENANCE}: not made by gqaconvert")
+    return verdict("files.record", record.faults, f"{PROVENANCE} is whole", f"{PROVENANCE} is damaged")
 
 
 def _record(pair: Pair) -> Check:
-    name = "files.record"
-    if not pair.record:
+    name, record = "files.record", pair.record
+    if not record.present:
         return skipped(name, f"no {PROVENANCE}: not made by gqaconvert; taken for a mean")
-    faults = []
-    source, result = pair.record.get("source"), pair.record.get("result")
     geometry = pair.source.sites[0].geometry
-    for place, key, actual in (
-        (pair.recipe, "num_key_value_heads", pair.different),
-        (result, "num_key_value_heads", pair.kv_heads),
-        (result, "total_size", _stored_size(pair)),
-        (source, "num_key_value_heads", geometry.num_key_value_heads),
-        (source, "num_attention_heads", geometry.num_attention_heads),
-        (source, "total_size", pair.source.index.total_size),
-    ):
-        said = place.get(key) if isinstance(place, dict) else None
-        if said != actual:
-            faults.append(f"{PROVENANCE}: {key} is {json.dumps(said)}, found {actual}")
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("num_key_value_heads of the recipe", record.num_key_value_heads, pair.different),
+        ("num_key_value_heads of the result", record.result.get("num_key_value_heads"), pair.kv_heads),
+        ("total_size of the result", record.result.get("total_size"), _stored_size(pair)),
+        ("num_key_value_heads of the source", record.source.get("num_key_value_heads"), geometry.num_key_value_heads),
+        ("num_attention_heads of the source", record.source.get("num_attention_heads"), geometry.num_attention_heads),
+        ("total_size of the source", record.source.get("total_size"), pair.source.index.total_size),
+    )
+    faults = [f"{PROVENANCE}: {what} is {json.dumps(said)[:80]}, found {actual}"
+              for what, said, actual in facts if said != actual]  # fmt: skip
     good = f"{PROVENANCE} describes these two folders"
-    return verdict(name, faults, good, f"{PROVENANCE} describes other folders")
+    bad = f"{PROVENANCE} is damaged" if record.faults else f"{PROVENANCE} describes other folders"
+    return verdict(name, record.faults or faults, good, bad)
 
 
 def _stored_size(pair: Pair) -> int:

@@ -1,14 +1,17 @@
 """Does it compute what it should? The converted model beside the expanded reference, in float32."""
 
 from inspect import signature
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gqaconvert.checkpoint import dtypes
-from gqaconvert.families import Part
+from gqaconvert.errors import InputError
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE
+from gqaconvert.kvcache.dtypes import CACHE_DTYPES
+from gqaconvert.kvcache.layers import AttentionCache, CacheSettings, cache_size
+from gqaconvert.kvcache.models import cache_model, fitted
 from gqaconvert.validation.models import expand
 from gqaconvert.validation.pair import Pair
 from gqaconvert.validation.types import Check, Settings, skipped, verdict
@@ -18,6 +21,7 @@ _PROMPT, _DECODED = 32, 16
 
 def validate_logits(pair: Pair, reference: Any, model: Any, settings: Settings) -> list[Check]:  # noqa: ANN401
     """Prefill, decoding and the cache; ``reference`` is the source's model and is expanded here."""
+    begun = monotonic()
     expand(reference, pair)
     vocabulary = int(model.config.get_text_config().vocab_size)
     context = pair.source.config.count(CONTEXT, LARGEST_SIZE) or _PROMPT + _DECODED
@@ -27,6 +31,8 @@ def validate_logits(pair: Pair, reference: Any, model: Any, settings: Settings) 
     with torch.no_grad():
         wanted = reference(ids, use_cache=False).logits[0]
         whole = model(ids, use_cache=False).logits[0]
+        checks = [_agree("logits.prefill", whole, wanted, settings, f"{length} tokens at once", begun)]
+        begun = monotonic()
         step = model(ids[:, :prompt], use_cache=True)
         # transformers renames it: 5.24 warns of the old name.
         argument = "cache" if _takes_cache(model) else "past_key_values"
@@ -34,14 +40,13 @@ def validate_logits(pair: Pair, reference: Any, model: Any, settings: Settings) 
         for place in range(prompt, length):
             step = model(ids[:, place : place + 1], use_cache=True, **{argument: cache_of(step)})
             decoded.append(step.logits[0, -1])
-    checks = [_agree("logits.prefill", whole, wanted, settings, f"{length} tokens at once")]
     if decoded:
         label = f"{len(decoded)} tokens one by one, with a cache"
-        checks.append(_agree("logits.decode", torch.stack(decoded), wanted[prompt:], settings, label))
-    return [*checks, _cache(pair, cache_of(step), length)]
+        checks.append(_agree("logits.decode", torch.stack(decoded), wanted[prompt:], settings, label, begun))
+    return [*checks, check_cache(pair, cache_of(step), length)]
 
 
-def _agree(name: str, found: Tensor, wanted: Tensor, settings: Settings, label: str) -> Check:
+def _agree(name: str, found: Tensor, wanted: Tensor, settings: Settings, label: str, begun: float) -> Check:
     largest = float(wanted.abs().max())
     off = float((found - wanted).abs().max())
     allowed = settings.atol + settings.rtol * largest
@@ -50,30 +55,32 @@ def _agree(name: str, found: Tensor, wanted: Tensor, settings: Settings, label: 
         [] if off <= allowed else [f"largest difference {off:.4g}, allowed {allowed:.4g}, largest logit {largest:.4g}"]
     )
     bad = f"{label}: logits are not those of the expanded reference (computed in float32)"
-    return verdict(name, faults, good, bad, max_abs=off, allowed=allowed, largest_logit=largest)
+    seconds = monotonic() - begun
+    return verdict(name, faults, good, bad, seconds=seconds, max_abs=off, allowed=allowed, largest_logit=largest)
 
 
-def _cache(pair: Pair, cache: Any, tokens: int) -> Check:  # noqa: ANN401
-    """The cache that the stock class filled, against the estimate that inspect and convert print."""
-    name = "logits.kv-cache"
-    site = pair.source.sites[0]
-    entry = site.find(Part.KEY) or site.find(Part.QKV)
-    assert entry is not None
+def check_cache(pair: Pair, cache: Any, tokens: int) -> Check:  # noqa: ANN401
+    """The cache that the stock class filled, against what ``estimate --runtime transformers`` says of the output."""
+    name, begun = "logits.kv-cache", monotonic()
+    geometry = pair.source.sites[0].geometry
+    try:
+        model = fitted(cache_model(pair.config), pair.kv_heads, geometry.head_dim, geometry.value_head_dim)
+    except InputError as error:
+        return skipped(name, f"no estimate to compare with: {error.message}")
+    float32 = CACHE_DTYPES["float32"]
+    estimate = cache_size(model, tokens, 1, CacheSettings(key=float32, value=float32, runtime="transformers")).total
     tensors = [part for layer in cache.layers for part in (layer.keys, layer.values) if part is not None]
     measured = sum(part.numel() * part.element_size() for part in tensors)
-    geometry = site.geometry
-    width = pair.kv_heads * (geometry.head_dim + geometry.value_head_dim)
-    estimate = pair.source.self_attentions * width * tokens * dtypes.BITS["F32"] // 8
-    caution = pair.source.require_family().caution_for(pair.config.text)
-    if measured != estimate and caution and "cache" in caution:
-        return skipped(name, f"{measured:,} bytes, {estimate:,} estimated: {caution}")
-    if measured < estimate and pair.source.config.text.get("sliding_window"):
-        return skipped(name, f"{measured:,} bytes, {estimate:,} without its sliding window")
-    good = f"{measured:,} bytes for {tokens} tokens in float32, as estimated"
-    faults = (
-        [] if measured == estimate else [f"{measured:,} bytes for {tokens} tokens in float32, estimated {estimate:,}"]
-    )
-    return verdict(name, faults, good, "the cache is not as large as estimated", measured=measured, estimate=estimate)
+    windows = {layer.window for layer in model.layers if isinstance(layer, AttentionCache) and layer.window}
+    told = "".join(f", window {window:,}" for window in sorted(windows) if window <= tokens)
+    if model.repeats(pair.kv_heads):
+        told += ", heads repeated before they are cached: fewer KV heads save nothing in this class"
+    good = f"{measured:,} bytes for {tokens} tokens in float32, as estimated{told}"
+    faults = [f"{measured:,} bytes for {tokens} tokens in float32, estimated {estimate:,}{told}"]
+    return verdict(
+        name, [] if measured == estimate else faults, good, "the cache is not as large as estimated",
+        seconds=monotonic() - begun, measured=measured, estimate=estimate,
+    )  # fmt: skip
 
 
 def _takes_cache(model: Any) -> bool:  # noqa: ANN401

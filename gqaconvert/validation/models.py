@@ -21,18 +21,12 @@ from gqaconvert.families.config import ModelConfig
 from gqaconvert.families.shipped import has_shipped_code, model_class
 from gqaconvert.sidecars import CONFIG
 from gqaconvert.validation.compare import recomputed
-from gqaconvert.validation.numbers import Shards, nearest, torch_type
+from gqaconvert.validation.numbers import nearest
 from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
+from gqaconvert.validation.shards import Shards, torch_type
 
 if TYPE_CHECKING:
     from gqaconvert.validation.pair import Pair
-
-
-def have_transformers() -> bool:
-    """Whether the logits level can run here."""
-    from importlib.util import find_spec
-
-    return find_spec("transformers") is not None
 
 
 def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
@@ -83,9 +77,12 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
     """
     parameters = dict(model.named_parameters())
     expected = {tensor.name: tensor for tensor in pair.expected}
-    exact = pair.grew or pair.expectation.promise in ("mean", "first")
+    exact = pair.record.trained is None and (pair.grew or pair.expectation.promise in ("mean", "first"))
     merged = pair.merged_names()
     with Shards(pair.source_folder.root) as source, Shards(pair.folder.root) as output, torch.no_grad():
+        for name in pair.trained_names():
+            if expected[name].kind == "untouched" and (own := _find(parameters, name)) is not None:
+                own.copy_(output.tensor(pair.index.entries[name]))
         for site in pair.source.sites:
             geometry = site.geometry
             target = geometry.with_kv_heads(pair.kv_heads)
@@ -110,14 +107,14 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
                 wanted = expected[entry.name]
                 before, after = head_rows(part, pair.layouts[0], geometry), head_rows(part, pair.layouts[1], target)
                 by_row = {segment.row: segment for segment in wanted.segments}
-                size = entry.numel // sum(rows.numel() for rows in before.values())
+                size = entry.numel // max(block.stop for blocks in before.values() for block in blocks)
                 flat = place.T if turned else place.view(-1, size)
                 for role, rows in before.items():
                     for head, numbers in enumerate(rows):
                         shared = head
                         if role is not Part.QUERY:
                             shared = _group(head, geometry.num_key_value_heads, pair.kv_heads)
-                        segment = by_row[int(after[role][shared][0])]
+                        segment = by_row[after[role][shared].start]
                         flat[numbers] = _shared(pair, wanted, segment, source, output, exact=exact, size=size)
 
 
@@ -147,7 +144,11 @@ def _shared(
 
 
 def _parameter(parameters: dict[str, Tensor], name: str) -> Tensor:
-    found = [key for key in parameters if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
-    if len(found) != 1:
+    if (found := _find(parameters, name)) is None:
         raise CheckpointError(f"the stock class has no parameter {name}", hint="--level files needs no model")
-    return parameters[found[0]]
+    return found
+
+
+def _find(parameters: dict[str, Tensor], name: str) -> Tensor | None:
+    found = [key for key in parameters if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
+    return parameters[found[0]] if len(found) == 1 else None

@@ -14,9 +14,10 @@ from gqaconvert.families import Layout, Part
 from gqaconvert.families.config import KV_HEADS as KV_HEAD_KEYS
 from gqaconvert.families.config import ModelConfig
 from gqaconvert.families.sites import config_changes, expanded_form, form_for, output_layout, rewritten, turns
-from gqaconvert.inspection import Checkpoint, read_checkpoint, read_provenance
+from gqaconvert.inspection import Checkpoint, read_checkpoint
 from gqaconvert.sidecars import CONFIG
 from gqaconvert.validation.methods import EXPECTATIONS, Expectation
+from gqaconvert.validation.record import Record, read_record
 from gqaconvert.validation.rows import ExpectedTensor, expected_tensors, kv_heads_of
 
 
@@ -28,7 +29,7 @@ class Pair:
         source: the source.
         index: the output's tensors.
         config: the output's config.json.
-        record: the output's gqaconvert.json, empty if there is none.
+        record: the output's gqaconvert.json.
         kv_heads: of the output, as its weights show.
         layouts: of the projections, before and after.
         config_changes: what config.json must say in the output.
@@ -39,7 +40,7 @@ class Pair:
     source: Checkpoint
     index: CheckpointIndex
     config: ModelConfig
-    record: Mapping[str, Any]
+    record: Record
     kv_heads: int
     layouts: tuple[Layout, Layout]
     config_changes: Mapping[str, Any]
@@ -49,13 +50,7 @@ class Pair:
     @property
     def method(self) -> str:
         """Merge method, mean where no record says another."""
-        return str(self.recipe.get("method", "mean"))
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """The recorded recipe, empty if there is none."""
-        recipe = self.record.get("recipe")
-        return recipe if isinstance(recipe, dict) else {}
+        return self.record.method
 
     @property
     def grew(self) -> bool:
@@ -80,10 +75,21 @@ class Pair:
         return self.index.files
 
     def merged_names(self) -> frozenset[str]:
-        """Names of the tensors that a method of the whole site writes anew."""
-        if not self.expectation.rewrites_queries:
+        """Names of the tensors that a method of the whole site, or a training, writes anew."""
+        if not self.expectation.rewrites_queries and self.record.trained is None:
             return frozenset()
         return frozenset(entry.name for site in self.source.sites for _, _, entry in rewritten(site))
+
+    def trained_names(self) -> frozenset[str]:
+        """Names of all other tensors that a training may have changed."""
+        if self.record.trained is None:
+            return frozenset()
+        named = {tensor.name for tensor in self.expected if tensor.kind != "untouched"}
+        if self.record.trained == "all":
+            named |= {tensor.name for tensor in self.expected}
+        else:
+            named |= {tensor.entry.name for site in self.source.sites for tensor in site.tensors}
+        return frozenset(named) - self.merged_names()
 
     def expected_config(self) -> dict[str, Any]:
         """The source's config.json with exactly the declared changes."""
@@ -95,8 +101,8 @@ class Pair:
             level[key] = value
             if key in document:
                 document[key] = value
-        stored = self.recipe.get("dtype")
-        if stored in dtypes.TORCH_NAMES:
+        stored = self.record.dtype
+        if stored is not None:
             for place in (document, *(value for value in document.values() if isinstance(value, dict))):
                 for key in ("dtype", "torch_dtype"):
                     if key in place:
@@ -111,19 +117,24 @@ def open_pair(source: LocalFolder, folder: LocalFolder, *, family: str | None = 
         CheckpointError: one of them is no readable checkpoint.
         InputError: the output is no conversion of this source, or by a method that is not known here.
     """
-    record = read_provenance(folder) or {}
-    recipe = record.get("recipe") if isinstance(record.get("recipe"), dict) else {}
-    assert isinstance(recipe, dict)
-    before = read_checkpoint(source, family=family or recipe.get("family"))
+    record = read_record(folder)
+    before = read_checkpoint(source, family=family or record.family)
     sites = before.require_sites()
     index, config = read_index(folder), ModelConfig.of(read_json(folder, CONFIG))
-    if recipe.get("method", "mean") not in EXPECTATIONS:
+    if record.method not in EXPECTATIONS:
         raise InputError(
-            f"{folder.root} was made by the method {recipe['method']!r}, which this version does not know",
+            f"{folder.root} was made by the method {record.method[:60]!r}, which this version does not know",
             hint="validate it with the version that made it",
         )
     shapes = {name: entry.shape for name, entry in index.entries.items()}
-    count = next((found for site in sites if (found := kv_heads_of(site, shapes))), None) or _recorded(recipe, config)
+    present = sites[0].geometry.num_key_value_heads
+    count = next((found for site in sites if (found := kv_heads_of(site, shapes))), None)
+    if count in (None, present):  # weights that were not converted: judged by what they were meant to be
+        count = _declared(record, config) or count
+    if count == present and not record.expanded:
+        raise InputError(
+            f"{folder.root} has as many KV heads as {source.root}: it is no conversion", hint="give SRC and DST"
+        )
     if count is None:
         raise InputError(
             f"{folder.root} has no attention like that of {source.root}", hint="are these the two folders?"
@@ -132,15 +143,14 @@ def open_pair(source: LocalFolder, folder: LocalFolder, *, family: str | None = 
     changes: Mapping[str, Any] = {}
     layouts = (chosen.layout, chosen.layout)
     form, different = None, count
-    if recipe.get("expanded"):
-        different, count = _recorded(recipe, config) or 0, geometry.num_attention_heads
+    if record.expanded:
+        different, count = _declared(record, config) or 0, geometry.num_attention_heads
         if not 0 < different < count or count % different:
             raise InputError(f"{folder.root}: its record names no number of KV heads")
         form = expanded_form(chosen, before.config, geometry, different)
-        changes = config_changes(chosen, form, before.config, count)
-        layouts = (chosen.layout, output_layout(chosen, form))
     elif count != geometry.num_key_value_heads:
         form = form_for(chosen, before.config, geometry, count)
+    if form is not None:
         changes = config_changes(chosen, form, before.config, count)
         layouts = (chosen.layout, output_layout(chosen, form))
     # What both sides store (in, out) is compared as (out, in).
@@ -155,10 +165,9 @@ def open_pair(source: LocalFolder, folder: LocalFolder, *, family: str | None = 
     return Pair(before, index, config, record, count, layouts, changes, tuple(expected), different)
 
 
-def _recorded(recipe: Mapping[str, Any], config: ModelConfig) -> int | None:
-    count = recipe.get("num_key_value_heads")
-    if isinstance(count, int):
-        return count
+def _declared(record: Record, config: ModelConfig) -> int | None:
+    if record.num_key_value_heads is not None:
+        return record.num_key_value_heads
     try:
         return config.count(KV_HEAD_KEYS)
     except GqaConvertError:
@@ -167,8 +176,8 @@ def _recorded(recipe: Mapping[str, Any], config: ModelConfig) -> int | None:
 
 def stored_type(pair: Pair, tensor: ExpectedTensor) -> str:
     """The type that a tensor must have in the output."""
-    stored = pair.recipe.get("dtype")
-    return stored if stored in dtypes.TORCH_NAMES and tensor.dtype in dtypes.TORCH_NAMES else tensor.dtype
+    stored = pair.record.dtype
+    return stored if stored is not None and tensor.dtype in dtypes.TORCH_NAMES else tensor.dtype
 
 
 QUERY_SIDE = frozenset((Part.QUERY, Part.OUTPUT))

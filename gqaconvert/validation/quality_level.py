@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import InputError
+from gqaconvert.families import Part
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
 from gqaconvert.texts import read_documents, sample_path
 from gqaconvert.validation.pair import Pair
@@ -43,6 +44,27 @@ def measure(pair: Pair, source: Any, model: Any, settings: Settings) -> Quality:
     )  # fmt: skip
 
 
+def activations(pair: Pair, settings: Settings) -> int:
+    """Bytes, roughly, that running both models over a window takes beside their weights.
+
+    Log-probabilities of all places four times over; and of the windows that are looked into, the attention of all
+    heads and the residual stream of all layers, of both models.
+    """
+    length = min(window_length(pair), settings.max_tokens)
+    vocabulary = pair.source.config.count(VOCABULARY, LARGEST_SIZE) or 0
+    heads = pair.source.sites[0].geometry.num_attention_heads
+    layers, looked = len(pair.source.sites), min(length, _LOOKED_LENGTH)
+    output = pair.source.sites[0].find(Part.OUTPUT)
+    assert output is not None
+    scores = 3 * heads * length * length  # of one layer: eager attention has them, a mask, and the probabilities
+    return 4 * max(4 * length * vocabulary + scores, 2 * layers * looked * (heads * looked + output.shape[0]))
+
+
+def window_length(pair: Pair) -> int:
+    """Tokens of a window."""
+    return min(pair.source.config.count(CONTEXT, LARGEST_SIZE) or _LONGEST, _LONGEST)
+
+
 def _windows(pair: Pair, folder: LocalFolder, settings: Settings) -> list[Tensor]:
     from transformers import AutoTokenizer
 
@@ -54,7 +76,7 @@ def _windows(pair: Pair, folder: LocalFolder, settings: Settings) -> list[Tensor
             f"{folder.root}: its tokenizer cannot be loaded: {' '.join(str(error).split())[:200]}",
             hint="--level logits needs none",
         ) from error
-    length = min(pair.source.config.count(CONTEXT, LARGEST_SIZE) or _LONGEST, _LONGEST)
+    length = window_length(pair)
     tokens: list[int] = []
     for document in read_documents(name):
         tokens += tokenizer(document, verbose=False)["input_ids"]
@@ -94,8 +116,8 @@ def _drift(source: Any, model: Any, windows: list[Tensor]) -> tuple[LayerDrift, 
     )
 
 
-def judge(quality: Quality, settings: Settings) -> list[Check]:
-    """Thresholds, where there are any."""
+def judge(quality: Quality, settings: Settings, seconds: float) -> list[Check]:
+    """Thresholds, where there are any; ``seconds`` is what the measurement took."""
     limits = (
         ("quality.perplexity", quality.ratio, settings.max_ppl_ratio, "times the source's", False,
          f"perplexity {quality.source_perplexity:.2f} -> {quality.perplexity:.2f}"),
@@ -105,11 +127,17 @@ def judge(quality: Quality, settings: Settings) -> list[Check]:
     checks = []
     for name, value, limit, unit, at_least, label in limits:
         message = f"{label}: {value:.3f} {unit}"
+        if not math.isfinite(value):
+            checks.append(Check(name, "failed", f"{label}: not a finite number", (), {"value": value}, seconds))
+            seconds = 0.0
+            continue
         if limit is None:
-            checks.append(Check(name, "passed", f"{message} (no threshold)", figures={"value": value}))
+            checks.append(Check(name, "passed", f"{message} (no threshold)", (), {"value": value}, seconds))
+            seconds = 0.0
             continue
         good = value >= limit if at_least else value <= limit
         message += f", {'at least' if at_least else 'at most'} {limit:g} wanted"
-        faults = () if good else (message,)
-        checks.append(Check(name, "passed" if good else "failed", message, faults, {"value": value, "limit": limit}))
+        figures = {"value": value, "limit": limit}
+        checks.append(Check(name, "passed" if good else "failed", message, (), figures, seconds))
+        seconds = 0.0
     return checks

@@ -1,16 +1,13 @@
 """Which source rows every output row comes from, written from the definition of grouped-query attention.
 
 On purpose not from the planner: validating a conversion with the code that made it would repeat its mistakes. Here
-the rows of a projection are numbered, the numbers are reshaped as a stock ``forward`` reshapes its activations, and
-what comes out says where each head lies.
+the rows of a projection are numbered and cut as a stock ``forward`` cuts its activations, which says where each head
+lies. No torch.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from gqaconvert.checkpoint.headers import TensorEntry, Transposed
 from gqaconvert.families import Form, Layout, Part
@@ -49,30 +46,38 @@ class ExpectedTensor:
     kind: str = "untouched"
 
 
-def head_rows(part: Part, layout: Layout, geometry: AttentionGeometry) -> dict[Part, Tensor]:
-    """The row numbers of every head of a projection: (heads, rows of a head) for query, key and value."""
+def head_rows(part: Part, layout: Layout, geometry: AttentionGeometry) -> dict[Part, list[slice]]:
+    """The rows of every head of a projection, for query, key and value."""
     heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
-    head_dim, value_dim = geometry.head_dim, geometry.value_head_dim
     if part in (Part.KEY, Part.KEY_NORM):
-        return {Part.KEY: torch.arange(kv_heads * head_dim).view(kv_heads, head_dim)}
+        return {Part.KEY: _blocks(kv_heads, geometry.head_dim)}
     if part is Part.VALUE:
-        return {Part.VALUE: torch.arange(kv_heads * value_dim).view(kv_heads, value_dim)}
+        return {Part.VALUE: _blocks(kv_heads, geometry.value_head_dim)}
     if part is Part.QUERY:
-        return {Part.QUERY: torch.arange(heads * head_dim).view(heads, head_dim)}
-    rows = torch.arange((heads + 2 * kv_heads) * head_dim)
+        return {Part.QUERY: _blocks(heads, geometry.head_dim)}
+    blocks = _blocks(heads + 2 * kv_heads, geometry.head_dim)
     if layout is Layout.GROUPS:
-        by_group = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
-        queries = by_group[:, :-2].reshape(heads, head_dim)
-        return {Part.QUERY: queries, Part.KEY: by_group[:, -2], Part.VALUE: by_group[:, -1]}
-    query, key, value = torch.split(rows.view(-1, head_dim), [heads, kv_heads, kv_heads])
-    return {Part.QUERY: query, Part.KEY: key, Part.VALUE: value}
+        # Stock classes view them as (kv_heads, queries_per_kv + 2, head_dim).
+        width = heads // kv_heads + 2
+        groups = [blocks[start : start + width] for start in range(0, len(blocks), width)]
+        return {
+            Part.QUERY: [block for group in groups for block in group[:-2]],
+            Part.KEY: [group[-2] for group in groups],
+            Part.VALUE: [group[-1] for group in groups],
+        }
+    return {Part.QUERY: blocks[:heads], Part.KEY: blocks[heads:-kv_heads], Part.VALUE: blocks[-kv_heads:]}
+
+
+def _blocks(count: int, size: int) -> list[slice]:
+    """The rows 0 to count * size - 1, ``size`` of them a head: what ``view(count, size)`` says."""
+    return [slice(start, start + size) for start in range(0, count * size, size)]
 
 
 def members(head: int, source_count: int, target_count: int) -> list[int]:
     """The source KV heads behind KV head ``head`` of the output; consecutive, as `repeat_interleave` undoes it."""
     if target_count >= source_count:
         return [head // (target_count // source_count)]
-    return torch.arange(source_count).view(target_count, -1)[head].tolist()
+    return [number for number in range(source_count) if number // (source_count // target_count) == head]
 
 
 def computed_tensors(
@@ -102,13 +107,16 @@ def computed_tensors(
     for part, numbers in after.items():
         for head, rows in enumerate(numbers):
             behind = [head] if part is Part.QUERY else members(head // (count // different), source_count, different)
-            sources = tuple((entry, int(before[part][other][0])) for other in behind)
-            segments.append(Segment(int(rows[0]), len(rows), sources))
+            sources = tuple((entry, before[part][other].start) for other in behind)
+            segments.append(Segment(rows.start, rows.stop - rows.start, sources))
     segments.sort(key=lambda segment: segment.row)
-    grown = sum(rows.numel() for rows in after.values())
-    shape = (entry.shape[0] * grown // sum(rows.numel() for rows in before.values()), *entry.shape[1:])
+    shape = (entry.shape[0] * _count(after) // _count(before), *entry.shape[1:])
     kind = "norms" if tensor.part is Part.KEY_NORM else "biases" if tensor.leaf == "bias" else "weights"
     yield ExpectedTensor(entry.name, entry.dtype, shape, tuple(segments), entry, site.layer, kind)
+
+
+def _count(rows: Mapping[Part, list[slice]]) -> int:
+    return sum(block.stop - block.start for blocks in rows.values() for block in blocks)
 
 
 COMPUTED = frozenset((Part.KEY, Part.VALUE, Part.QKV, Part.KEY_NORM, Part.KEY_NORM_LIST))

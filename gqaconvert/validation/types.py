@@ -1,7 +1,9 @@
 """What flows through a validation: settings, checks, the report. No torch."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from time import monotonic
 from typing import Any, Literal
 
 SCHEMA = "gqaconvert.validate/1"
@@ -26,7 +28,8 @@ class Check:
         message: one line.
         faults: what exactly is wrong, one line each.
         figures: numbers behind the answer.
-        seconds: time that it took.
+        seconds: of work. Where checks share work the first of them has it all; hashes and comparisons go on in
+            threads beside the rest, so that the sum may exceed the time that a person waits.
     """
 
     name: str
@@ -156,20 +159,36 @@ class ValidationReport:
         return not self.failed
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form."""
+        """The documented JSON form; numbers that are not finite, which JSON has not, are null."""
         quality = None if self.quality is None else {**asdict(self.quality), "perplexity_ratio": self.quality.ratio}
         checks = [{"level": check.level, **asdict(check)} for check in self.checks]
         document = {**asdict(self), "checks": checks, "quality": quality}
-        return {"schema": SCHEMA, "passed": self.passed, **document}
+        plain: dict[str, Any] = _finite({"schema": SCHEMA, "passed": self.passed, **document})
+        return plain
 
 
-def verdict(name: str, faults: list[str], good: str, bad: str, **figures: float) -> Check:
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def verdict(name: str, faults: Sequence[str], good: str, bad: str, *, seconds: float = 0.0, **figures: float) -> Check:
     """A check that fails if there is any fault."""
     if not faults:
-        return Check(name, "passed", good, figures=figures)
-    return Check(name, "failed", bad, tuple(faults), figures)
+        return Check(name, "passed", good, figures=figures, seconds=seconds)
+    return Check(name, "failed", bad, tuple(faults), figures, seconds)
 
 
 def skipped(name: str, why: str) -> Check:
     """A check that could not be asked."""
     return Check(name, "skipped", why)
+
+
+def timed(ask: Callable[[], Check]) -> Check:
+    """A check with the time that it takes to ask."""
+    begun = monotonic()
+    check = ask()
+    return replace(check, seconds=monotonic() - begun)

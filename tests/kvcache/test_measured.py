@@ -53,6 +53,7 @@ DECODERS: list[tuple[str, dict[str, Any]]] = [
     ("glm4", BASE),
     ("olmo2", BASE),
     ("falcon", {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {**PLAIN, "new_decoder_architecture": True, "num_kv_heads": 1}),
     ("falcon", {**PLAIN, "multi_query": True}),
     ("falcon", {**PLAIN, "multi_query": False}),
     ("gpt_bigcode", {"n_embd": 32, "n_head": 4, "n_layer": 3, "vocab_size": 64, "multi_query": True}),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import llama_checkpoint
-from tests.support.runs import SINGLE, convert, edit_config, edit_tensors, invoke, read_json, write_json
+from tests.support.runs import SINGLE, convert, edit_config, edit_tensors, fails, invoke, read_json, write_json
 
 HEADS, TARGET = 6, 2
 SHARE = HEADS // TARGET
@@ -194,3 +194,53 @@ def test_logits_see_a_wrong_bias_and_a_wrong_config(pair: tuple[Path, Path]) -> 
     found = heads(source, BIAS)[0::SHARE].reshape(-1)
     edit_tensors(output, {BIAS.replace("k_proj", "v_proj"): found.to(torch.bfloat16) + 3})
     assert {"files.pooled-biases", "logits.prefill", "logits.decode"} <= red()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("method", ["mean"]), ("method", None), ("dtype", {}), ("dtype", "bfloat16"), ("family", 5), ("refine", []),
+        ("num_key_value_heads", "2"), ("num_key_value_heads", 3), ("grouping", 1), ("calibration", 7),
+    ],
+)  # fmt: skip
+def test_edited_recipe(pair: tuple[Path, Path], field: str, value: object) -> None:
+    source, output = pair
+    record = read_json(output / "gqaconvert.json")
+    record["recipe"][field] = value
+    write_json(output / "gqaconvert.json", record)
+    assert failed(source, output) == {"files.record"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"recipe": 1, "shards": [], "source": 2, "result": null}'])
+def test_damaged_record(pair: tuple[Path, Path], text: str) -> None:
+    """One that is there and says nothing is no missing one."""
+    source, output = pair
+    (output / "gqaconvert.json").write_text(text)
+    assert failed(source, output) == {"files.record"}
+    assert failed(output) == {"files.record"}
+    (output / "gqaconvert.json").unlink()
+    assert failed(source, output) == set()
+
+
+def test_lost_index(tmp_path: Path) -> None:
+    """A source is converted without it; loaders find nothing in an output without it."""
+    source = llama_checkpoint(tmp_path / "source", shards=2)
+    output = convert(source, tmp_path / "out", "--kv-heads", TARGET)
+    (output / "model.safetensors.index.json").unlink()
+    assert failed(source, output) == {"files.index"}
+
+
+def test_not_converted(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """A copy of the source is no conversion; a record that claims one makes its shapes wrong."""
+    source, output = pair
+    assert "it is no conversion" in fails(2, "validate", source, shutil.copytree(source, tmp_path / "copy"))
+    shutil.copy(source / SINGLE, output / SINGLE)
+    rehash(output)
+    assert failed(source, output) == {"files.shapes"}
+
+
+def test_cut_shard(pair: tuple[Path, Path]) -> None:
+    source, output = pair
+    with (output / SINGLE).open("r+b") as file:
+        file.truncate((output / SINGLE).stat().st_size - 1)
+    assert "is cut off" in fails(2, "validate", source, output, "--level", "files")

@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
 import gqaconvert
-from tests.support.runs import convert, edit_config, fails, invoke
+from gqaconvert.memory import free_memory
+from tests.support.runs import convert, edit_config, edit_tensors, fails, invoke, read_tensors
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny-llama"
@@ -50,6 +52,71 @@ def test_the_source_against_itself(tmp_path: Path) -> None:
     assert report["quality"]["perplexity_ratio"] == pytest.approx(1, abs=1e-5)
 
 
+def test_own_text(tmp_path: Path) -> None:
+    """Lines of JSON: both documents count, one after the other."""
+    output = convert(TINY, tmp_path / "out", "--kv-heads", 4)
+    words = (ROOT / "examples" / "heldout.txt").read_text()[:400]
+    tokens = []
+    for copies in (1, 2):
+        text = tmp_path / f"{copies}.jsonl"
+        text.write_text("\n".join([json.dumps({"text": words})] * copies))
+        report = json.loads(invoke("validate", TINY, output, "--text", text, "--json").stdout)
+        assert [check["seconds"] > 0 for check in report["checks"] if check["name"] == "quality.perplexity"] == [True]
+        tokens.append(report["quality"]["tokens"])
+    # One window less its first token, and twice that: in as many windows as the context of 256 makes of them.
+    assert 100 < tokens[0] < 255
+    assert tokens[1] in (2 * (tokens[0] + 1) - 1, 2 * (tokens[0] + 1) - 2)
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    output = convert(TINY, tmp_path / "out", "--kv-heads", 4)
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "Fellow citizens"}\n{"words": 1}\n')
+    assert "line 2" in fails(2, "validate", TINY, output, "--level", "quality", "--text", text)
+    text.write_text("")
+    assert "too little text" in fails(2, "validate", TINY, output, "--level", "quality", "--text", text)
+    # Before anything is read: a long comparison would be for nothing.
+    assert "no such text file" in fails(2, "validate", TINY, output, "--text", tmp_path / "none.txt")
+
+
+def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that may take one more MiB: an error or a skipped check, and no attempt."""
+    output = convert(TINY, tmp_path / "out", "--kv-heads", 4)
+    for name, text in (("max", 2**30), ("current", 2**30 - 2**20), ("memory.stat", "anon 1\ninactive_file 4096")):
+        (tmp_path / name).write_text(f"{text}\n")
+    container = (str(tmp_path / "max"), str(tmp_path / "current"), "inactive_file")
+    monkeypatch.setattr("gqaconvert.memory._CGROUPS", (container,))
+    assert free_memory() == 2**20 + 4096
+    assert "0.0 GiB are free" in fails(3, "validate", TINY, output, "--level", "logits")
+    report = json.loads(invoke("validate", TINY, output, "--json").stdout)
+    assert [check["name"] for check in report["checks"] if check["status"] == "skipped"] == ["logits.loading"]
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """NaN is no JSON, and no place in a plot."""
+    output = convert(TINY, tmp_path / "out", "--kv-heads", 4)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    edit_tensors(output, {name: torch.full_like(read_tensors(output)[name], torch.nan)})
+    page = tmp_path / "report.html"
+    result = invoke(
+        "validate", TINY, output, "--max-tokens", 64, "--html", page, "--junit", tmp_path / "x.xml", "--json"
+    )
+    assert result.exit_code == 1
+    report = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(name))
+    jsonschema.validate(report, SCHEMA)
+    red = {check["name"] for check in report["checks"] if check["status"] == "failed"}
+    assert red == {
+        "files.pooled-weights",
+        "files.hashes",
+        "logits.prefill",
+        "logits.decode",
+        "quality.perplexity",
+        "quality.kl",
+    }
+    assert report["quality"]["perplexity"] is None
+    assert not re.search(r"(points|x|y|cx|cy|width)=\"[^\"]*(nan|inf)", page.read_text())
+
+
 def test_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = convert(TINY, tmp_path / "out", "--kv-heads", 2)
     edit_config(output, rms_norm_eps=0.1)
@@ -68,6 +135,11 @@ def test_bad_input(tmp_path: Path) -> None:
     fails(2, "validate", tmp_path / "nothing", output)
     fails(2, "validate", TINY, output, "--level", "everything")
     fails(2, "validate", output, "--level", "logits")
+    # A threshold that nobody would look at, or that nothing can meet, is no check.
+    fails(2, "validate", TINY, output, "--level", "files", "--max-kl", 1)
+    fails(2, "validate", output, "--max-kl", 1)
+    fails(2, "validate", TINY, output, "--max-kl", "nan")
+    fails(2, "validate", TINY, output, "--min-top1", 7)
 
 
 def test_the_action_runs(tmp_path: Path) -> None:
@@ -77,6 +149,7 @@ def test_the_action_runs(tmp_path: Path) -> None:
     step = next(step for step in workflow["jobs"]["validate"]["steps"] if step.get("uses", "").startswith("./"))
     inputs = {name: str(fields.get("default", "")) for name, fields in action["inputs"].items()} | step["with"]
     inputs["source"] = str(ROOT / inputs["source"])
+    inputs["validate-options"] += " --max-tokens 512"
     (tmp_path / "gqaconvert").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m gqaconvert "$@"\n')
     (tmp_path / "gqaconvert").chmod(0o755)
     for part in action["runs"]["steps"]:
