@@ -410,7 +410,9 @@ def _plan_shard(
     for entry in entries:
         site, tensor = touched.get(entry.name, (None, None))
         kept = site is None or tensor is None or tensor.part in _KEPT
+        # Of the attention's tensors only those that are (in, out) now.
         turned = turns(form, entry.name, tensor.part if tensor else None)
+        turned = turned and (tensor is None or isinstance(tensor.entry, Transposed))
         if site is None and form.drops and re.search(form.drops, entry.name):
             continue
         if entry.name in places:
