@@ -39,7 +39,7 @@ class Applied:
 
     Attributes:
         policy: which.
-        layers: numbers of the layers that evict.
+        layers: numbers of the layers that evict; none for the policy that keeps everything, which works for any model.
         left_alone: number of each other layer -> why it keeps what it has.
     """
 
@@ -62,7 +62,7 @@ def apply_policy(model: Any, policy: KVPolicy) -> Iterator[Applied]:  # noqa: AN
             to crop the cache.
     """
     decoder, applied = _admitted(model, policy)
-    if policy.kind == "full":
+    if not applied.layers:
         yield applied
         return
     before = decoder.config._attn_implementation
@@ -114,7 +114,7 @@ def _take_over(cache: Any, decoder: Any, applied: Applied) -> None:  # noqa: ANN
     Raises:
         InputError: the cache is of another kind or policy, or holds tokens already.
     """
-    policies = {layer.policy for layer in cache.layers if isinstance(layer, EvictLayer)}
+    policies = {layer.policy for layer in getattr(cache, "layers", ()) if isinstance(layer, EvictLayer)}
     if policies == {applied.policy}:
         return
     if policies:
@@ -149,9 +149,13 @@ def _admitted(model: Any, policy: KVPolicy) -> tuple[Any, Applied]:  # noqa: ANN
         InputError: the policy names a layer that is not there.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"{type(model).__name__} is no transformers model", hint="compiled ones are not")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers model", hint="give the model itself, not compiled or wrapped"
+        )
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    if policy.kind == "full":
+        return decoder, Applied(policy, (), {})
     if model.config.is_encoder_decoder or decoder is None:
         raise UnsupportedModelError(f"{name}: cache policies are for decoder-only models")
     if getattr(config, "kv_lora_rank", None):
@@ -165,7 +169,7 @@ def _admitted(model: Any, policy: KVPolicy) -> tuple[Any, Applied]:  # noqa: ANN
         raise InputError(f"policy {policy}: the model has only {len(layers)} layers")
     left_alone = {number: why for number, layer in enumerate(layers) if (why := _reason(layer, number, policy))}
     evicting = tuple(number for number in range(len(layers)) if number not in left_alone)
-    if not evicting and policy.kind != "full":
+    if not evicting:
         reasons = ", ".join(sorted(set(left_alone.values())))
         raise UnsupportedModelError(f"{name}: policy {policy} has no layer to evict from ({reasons})")
     return decoder, Applied(policy, evicting, left_alone)
@@ -173,8 +177,6 @@ def _admitted(model: Any, policy: KVPolicy) -> tuple[Any, Applied]:  # noqa: ANN
 
 def _reason(layer: Any, number: int, policy: KVPolicy) -> str | None:  # noqa: ANN401
     """Why a layer is left alone."""
-    if policy.kind == "full":
-        return "keeps everything"
     if isinstance(layer, DynamicSlidingWindowLayer):
         return "sliding window"
     if type(layer) is not DynamicLayer:

@@ -135,11 +135,14 @@ class EvictLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Returns:
             (B, 1 or ``heads``, q, n), None if nothing is hidden.
+
+        Raises:
+            InputError: the mask is not the same for all heads.
         """
+        if mask is not None and mask.shape[1] != 1:
+            raise InputError(f"a cache under {self.policy}: masks that differ between heads are not supported")
         if mask is None or self.slots is None:
             return mask
-        if mask.shape[1] != 1:
-            raise InputError(f"a cache under {self.policy}: masks that differ between heads are not supported")
         batch, groups = self.slots.shape[:2]
         columns = self.slots.clamp(min=0).long()[:, :, None].expand(-1, -1, mask.shape[2], -1)
         own = mask.expand(batch, groups, -1, -1).gather(3, columns)
