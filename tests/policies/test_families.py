@@ -86,5 +86,9 @@ REFUSED = [case for case in CASES if case.name in OWN_CODE | WITHOUT_WINDOW]
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_what_cannot_evict_is_refused_by_name(case: Case) -> None:
     why = "code of its own" if case.name in OWN_CODE else "no layer to evict from .sliding window."
-    with pytest.raises(UnsupportedModelError, match=why), apply_policy(case.build(), KVPolicy.parse("tova:4")):
+    model = case.build()
+    with pytest.raises(UnsupportedModelError, match=why), apply_policy(model, KVPolicy.parse("tova:4")):
         pass
+    with apply_policy(model, KVPolicy("full")) as applied:
+        assert generated(model, torch.ones(1, 3, dtype=torch.long), None)[0].shape == (1, 6)
+    assert applied.layers == ()
