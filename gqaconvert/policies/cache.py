@@ -241,7 +241,7 @@ def _visible(mask: Tensor, batch: int) -> Tensor:
 
 def held_bytes(cache: Any) -> int:  # noqa: ANN401
     """Bytes of the storage behind a cache's keys and values, views counted once and whole."""
-    return _storage(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
+    return _storage(getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
 
 
 def bookkeeping_bytes(cache: Any) -> int:  # noqa: ANN401

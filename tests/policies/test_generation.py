@@ -229,6 +229,32 @@ def test_caches_that_cannot_be_used() -> None:
         ours.crop(-1)
 
 
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+          "linear_conv_kernel_dim": 3}  # fmt: skip
+HYBRID: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "qwen3_5_text": ({**LINEAR, "num_hidden_layers": 4}, (3,)),
+    "jamba": ({"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1,
+               "use_mamba_kernels": False, "mamba_d_state": 5, "mamba_dt_rank": 4}, (1,)),
+    "gemma3_text": ({"num_hidden_layers": 7, "sliding_window": 6}, (5,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_layers_of_other_kinds_are_left_alone(kind: str) -> None:
+    overrides, evicting = HYBRID[kind]
+    model, ids = tiny(kind, **overrides), tokens(2, 20)
+    expected = greedy(model, ids)
+    with apply_policy(model, KVPolicy.parse("tova:1.0")) as applied:
+        assert applied.layers == evicting
+        assert torch.equal(torch.stack(greedy(model, ids).logits), torch.stack(expected.logits))
+    with apply_policy(model, TOVA) as applied:
+        cache = greedy(model, ids).cache
+    assert [entries for layer, entries in enumerate(held_entries(cache)) if layer in evicting] == [8]
+    assert {type(layer) for layer in cache.layers} != {type(layer) for layer in expected.cache.layers}
+    for layer in applied.left_alone:
+        assert type(cache.layers[layer]) is type(expected.cache.layers[layer])
+
+
 def test_models_that_cannot_evict() -> None:
     def build(kind: str, auto: Any = AutoModelForCausalLM, **values: Any) -> Any:  # noqa: ANN401
         return auto.from_config(AutoConfig.for_model(kind, **values))
@@ -240,6 +266,7 @@ def test_models_that_cannot_evict() -> None:
         ),
         "MLA": build("deepseek_v3", **plain, num_key_value_heads=8, kv_lora_rank=12, q_lora_rank=None,
                      qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=10, first_k_dense_replace=3),
+        "share keys and values": build("gemma3n_text", **TINY, num_kv_shared_layers=1),
         "no layer to evict from": build("mamba", hidden_size=16, num_hidden_layers=2, state_size=4, vocab_size=64),
         "code of its own": build("bloom", hidden_size=16, n_head=2, n_layer=2, vocab_size=64),
     }  # fmt: skip
