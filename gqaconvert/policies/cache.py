@@ -7,9 +7,10 @@ function (`gqaconvert.policies.attention`) picks the columns of the mask by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from gqaconvert.policies.step import Step, seen
 
 _updated: ContextVar[EvictLayer | None] = ContextVar("updated", default=None)
 """The layer between its update and the attention that follows: transformers hands that the keys, not the cache."""
+
+
+_watch: ContextVar[Callable[[], None]] = ContextVar("watch", default=lambda: None)
+"""Called when a layer has attended and has not evicted yet: the cache is never larger."""
 
 
 def take_updated() -> EvictLayer | None:
@@ -165,6 +170,7 @@ class EvictLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         Raises:
             InputError: a sequence is padded on the right.
         """
+        _watch.get()()
         keys, _ = self.entries
         batch, stored = keys.shape[0], keys.shape[2]
         kind = kind_named(self.policy.kind)
@@ -242,6 +248,29 @@ def _visible(mask: Tensor, batch: int) -> Tensor:
 def held_bytes(cache: Any) -> int:  # noqa: ANN401
     """Bytes of the storage behind a cache's keys and values, views counted once and whole."""
     return _storage(getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+
+
+@dataclass
+class Peak:
+    """The most bytes of keys and values that a cache held at once so far."""
+
+    nbytes: int = 0
+
+
+@contextmanager
+def measured_peak(cache: Any) -> Iterator[Peak]:  # noqa: ANN401
+    """Inside the block, look at a cache whenever one of its layers is about to evict; and when the block ends."""
+    peak = Peak()
+
+    def look() -> None:
+        peak.nbytes = max(peak.nbytes, held_bytes(cache))
+
+    token = _watch.set(look)
+    try:
+        yield peak
+    finally:
+        look()
+        _watch.reset(token)
 
 
 def bookkeeping_bytes(cache: Any) -> int:  # noqa: ANN401

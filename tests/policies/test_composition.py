@@ -17,7 +17,8 @@ from gqaconvert.families.config import ModelConfig
 from gqaconvert.kvcache.dtypes import cache_dtype
 from gqaconvert.kvcache.layers import CacheSettings, cache_size
 from gqaconvert.kvcache.models import cache_model
-from gqaconvert.policies.cache import held_bytes, held_entries
+from gqaconvert.policies.apply import apply_policy, make_cache
+from gqaconvert.policies.cache import held_bytes, held_entries, measured_peak
 from gqaconvert.policies.spec import KVPolicy
 from tests.policies.models import in_chunks, kept, tiny, tokens
 
@@ -86,6 +87,17 @@ def test_a_cache_holds_what_is_estimated(kind: str, overrides: dict[str, Any]) -
             assert held_bytes(cache) - slack == cache_size(sized, length, 2, settings).total
             if kind == "llama":
                 assert held_entries(cache) == tuple(policy.entries(layer, length) for layer in range(len(cache.layers)))
+
+
+@pytest.mark.parametrize("text", ["full", "tova:12", "l2:1/8", "h2o:12", "window:1.0"])
+def test_the_peak_of_a_prefill_is_what_is_estimated(text: str) -> None:
+    model, policy = tiny(num_hidden_layers=8), KVPolicy.parse(text)
+    cache = make_cache(model, policy)
+    with measured_peak(cache) as peak, apply_policy(model, policy), torch.no_grad():
+        model(tokens(2, 96), cache=cache)
+    sized = cache_model(ModelConfig.of(model.config.to_diff_dict() | {"model_type": "llama"}))
+    number = cache_dtype("float32")
+    assert peak.nbytes == cache_size(sized, 96, 2, CacheSettings(number, number, policy=policy)).prefill_peak
 
 
 def test_what_is_evicted_is_freed() -> None:
