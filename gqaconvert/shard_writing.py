@@ -2,14 +2,16 @@
 
     copier (thread)   puts unchanged byte ranges where they belong and leaves the places of computed ones open; a second
                       one asks the kernel to write them out
-    main thread       fills those places, in order, as soon as torch is there
+    main thread       fills those places, in order, as soon as torch is there; a few threads compute ahead for it
     follower (thread) hashes what is complete (checkpoint/writer.py)
 
 The copier is ahead by at most what fits its queue. So torch's import and the pooling cost no time beside the copying,
 the hash finds its bytes in the page cache, and a run that is killed loses little.
 """
 
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +30,11 @@ from gqaconvert.reading import SourceReader
 _CAST_CHUNK = 8 * 2**20
 _AHEAD = 2 * 2**30
 """Bytes that the copier may be ahead."""
+_COMPUTING = min(4, os.cpu_count() or 1)
+"""Threads that compute. Their results wait in memory, a head each."""
 
 Computed = PoolPiece | CastPiece
+Step = Callable[[], list[memoryview]]
 
 
 class Run(NamedTuple):
@@ -71,6 +76,7 @@ def write_shards(
         FileFinisher() as finisher,
         SourceReader(folder, staging.folder) as sources,
         _Copier(todo, folder, staging) as copied,
+        ThreadPoolExecutor(_COMPUTING, thread_name_prefix="compute") as computing,
     ):
         try:
             for shard in todo:
@@ -79,7 +85,7 @@ def write_shards(
                 with path.open("r+b", buffering=0) as file, finisher.follow(path) as follower:
                     position = 0
                     while True:
-                        for nbytes in _fill(plan, run, sources, file.fileno()):
+                        for nbytes in _fill(plan, run, sources, file.fileno(), computing):
                             position += nbytes
                             follower.written_to(position)
                             advance(nbytes)
@@ -93,7 +99,9 @@ def write_shards(
             collect(wait=True)
 
 
-def _fill(plan: ConversionPlan, run: Run, sources: SourceReader, target: int) -> Iterator[int]:
+def _fill(
+    plan: ConversionPlan, run: Run, sources: SourceReader, target: int, computing: ThreadPoolExecutor
+) -> Iterator[int]:
     """Compute a run, if it is not there already; gives the number of bytes step by step."""
     if not run.computed:
         yield run.nbytes
@@ -101,31 +109,51 @@ def _fill(plan: ConversionPlan, run: Run, sources: SourceReader, target: int) ->
     from gqaconvert.merge.execute import one_thread
 
     position = run.start
+    steps = (step for dtype, piece in run.computed for step in _steps(plan, dtype, piece, sources))
     with one_thread():
-        for dtype, piece in run.computed:
-            for data in _bytes_of(plan, dtype, piece, sources):
-                position += write_at(target, data, position)
-                yield len(data)
+        for data in _in_order(computing, steps):
+            position += write_at(target, data, position)
+            yield len(data)
 
 
-def _bytes_of(plan: ConversionPlan, dtype: str, piece: Computed, sources: SourceReader) -> Iterator[memoryview]:
+def _in_order(computing: ThreadPoolExecutor, steps: Iterator[Step]) -> Iterator[memoryview]:
+    """The results of all steps, one after the other, while the next ones are being computed."""
+    pending: deque[Future[list[memoryview]]] = deque()
+    try:
+        for step in steps:
+            pending.append(computing.submit(step))
+            if len(pending) > _COMPUTING:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def _steps(plan: ConversionPlan, dtype: str, piece: Computed, sources: SourceReader) -> Iterator[Step]:
+    """A piece as calls that do not depend on each other."""
     from gqaconvert.merge.execute import cast, pool_heads
 
     if isinstance(piece, CastPiece):
         for offset in range(0, piece.source.nbytes, _CAST_CHUNK):
             count = min(_CAST_CHUNK, piece.source.nbytes - offset)
-            yield cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.name)
+            yield lambda offset=offset, count=count: [  # type: ignore[misc]
+                cast(sources.read(piece.source, offset, count), piece.source_dtype, dtype, piece.name)
+            ]
         return
-    yield from pool_heads(
-        [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
-        shape=(piece.rows, piece.row_size),
-        source_dtype=piece.source_dtype,
-        target_dtype=dtype,
-        pooling=pooling_of(plan.recipe.method),
-        role=piece.role,
-        key=piece.key,
-        seed=plan.recipe.seed,
-        initializer_range=plan.initializer_range,
+    yield lambda: list(
+        pool_heads(
+            [lambda offset, count, place=place: sources.read(place, offset, count) for place in piece.sources],  # type: ignore[misc]
+            shape=(piece.rows, piece.row_size),
+            source_dtype=piece.source_dtype,
+            target_dtype=dtype,
+            pooling=pooling_of(plan.recipe.method),
+            role=piece.role,
+            key=piece.key,
+            seed=plan.recipe.seed,
+            initializer_range=plan.initializer_range,
+        )
     )
 
 

@@ -178,7 +178,7 @@ def _lines(caption: str, layers: Sequence[int], series: Mapping[str, Sequence[fl
 def _table(caption: str, checks: Sequence[Check], *, faults: bool = True) -> str:
     rows = []
     for check in checks:
-        shown = [f"<li>{html.escape(_clean(fault))}</li>" for fault in check.faults[:_FAULTS] if fault != check.message]
+        shown = [f"<li>{html.escape(_clean(fault))}</li>" for fault in check.faults[:_FAULTS]]
         if len(check.faults) > _FAULTS:
             shown.append(f"<li>and {len(check.faults) - _FAULTS:,} more</li>")
         found = html.escape(_clean(check.message)) + (f"<ul>{''.join(shown)}</ul>" if shown and faults else "")

@@ -137,8 +137,7 @@ def judge(quality: Quality, settings: Settings, seconds: float) -> list[Check]:
             continue
         good = value >= limit if at_least else value <= limit
         message += f", {'at least' if at_least else 'at most'} {limit:g} wanted"
-        faults = () if good else (message,)
         figures = {"value": value, "limit": limit}
-        checks.append(Check(name, "passed" if good else "failed", message, faults, figures, seconds))
+        checks.append(Check(name, "passed" if good else "failed", message, (), figures, seconds))
         seconds = 0.0
     return checks

@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from threading import Lock
 from time import monotonic
 
 from gqaconvert.checkpoint.source import fetch_source
 from gqaconvert.errors import CheckpointError, EnvironmentFailure, InputError, MissingExtraError
+from gqaconvert.memory import free_memory
 from gqaconvert.texts import text_path
 from gqaconvert.validation.files_level import validate_alone, validate_files
 from gqaconvert.validation.pair import Pair, open_pair
@@ -163,7 +163,7 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
 
 def _lack_of_memory(pair: Pair, settings: Settings, level: Level) -> str | None:
     """What two models in float32 and their activations take, where that is more than there is; None if it fits."""
-    free = _free_memory()
+    free = free_memory()
     weights = 4 * sum(tensor.source.numel + math.prod(tensor.shape) for tensor in pair.expected)
     needed = weights
     if level == "quality":
@@ -176,28 +176,6 @@ def _lack_of_memory(pair: Pair, settings: Settings, level: Level) -> str | None:
         f"two models in float32 with what they compute take {needed / 2**30:.1f} GiB "
         f"({weights / 2**30:.1f} of weights), and {free / 2**30:.1f} GiB are free"
     )
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be taken without swapping: of the machine, or of the container if that is less."""
-    free: list[int] = []
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        free.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        return None
-    for limit, used in _CGROUPS:
-        try:
-            free.append(int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return min(free)
-
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def _by_layer(errors: list[TensorError]) -> tuple[TensorError, ...]:

@@ -11,12 +11,10 @@ thread does; ``cat | dd`` is what people time by hand.
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import NamedTuple
 
+from tests.bench.processes import Cost, timed
 from tests.support.checkpoints import big_llama_checkpoint
 
 READER = """
@@ -27,24 +25,6 @@ for name in sys.argv[1:]:
         while file.readinto(buffer):
             pass
 """
-
-
-class Run(NamedTuple):
-    """Of one process: seconds on the clock, of processors, and peak resident bytes."""
-
-    wall: float
-    processor: float
-    memory: int
-
-
-def timed(command: list[str]) -> Run:
-    """Run a child process."""
-    started = time.monotonic()
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"failed: {command}")
-    return Run(time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 def evict(shards: list[str]) -> None:
@@ -82,7 +62,7 @@ def main() -> None:
         ("cat | dd", "warm"): ["sh", "-c", 'cat "$@" | dd of=/dev/null bs=4M status=none', "sh", *shards],
         ("validate", "warm"): validate,
     }
-    runs: dict[tuple[str, str], list[Run]] = {rival: [] for rival in rivals}
+    runs: dict[tuple[str, str], list[Cost]] = {rival: [] for rival in rivals}
     for _ in range(arguments.runs):
         for rival, command in rivals.items():
             if rival[1] == "cold":

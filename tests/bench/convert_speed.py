@@ -10,25 +10,14 @@ import argparse
 import os
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.processes import timed
 from tests.support.checkpoints import big_llama_checkpoint
-
-
-def timed(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a child process."""
-    started = time.monotonic()
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"failed: {command}")
-    return time.monotonic() - started, usage.ru_maxrss * 1024
 
 
 def main() -> None:
@@ -64,10 +53,10 @@ def main() -> None:
             target = arguments.dir / "target"
             shutil.rmtree(target, ignore_errors=True)
             os.sync()
-            elapsed, peak = timed([part or str(target) for part in command])
+            cost = timed([part or str(target) for part in command])
             if run:  # the first round only warms the page cache
-                seconds[name].append(elapsed)
-                memory[name].append(peak)
+                seconds[name].append(cost.wall)
+                memory[name].append(cost.memory)
     table = Table(title=f"{arguments.gib:g} GiB in {arguments.shards} shards, {arguments.runs} interleaved runs")
     for column in ("", "median s", "min s", "max s", "peak RSS MiB"):
         table.add_column(column, justify="right")

@@ -7,13 +7,11 @@ the child's own maximum resident set (wait4).
 """
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
+from tests.bench.processes import timed
 from tests.support.checkpoints import big_llama_checkpoint
 
 
@@ -31,16 +29,10 @@ def main() -> None:
     shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, "-m", "gqaconvert", "convert", str(source), str(target), "--restart"]
     command += ["--kv-heads", str(arguments.kv_heads), "--method", arguments.method, "--quiet"]
-    started = time.monotonic()
-    process = subprocess.Popen(command)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.monotonic() - started
-    if os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"failed: {command}")
-    cpu = usage.ru_utime + usage.ru_stime
+    cost = timed(command)
     print(
-        f"{arguments.gib:g} GiB, {arguments.method} to {arguments.kv_heads} KV heads: {seconds:.0f} s, "
-        f"{cpu:.0f} CPU s, peak RSS {usage.ru_maxrss / 2**20:.2f} GiB"
+        f"{arguments.gib:g} GiB, {arguments.method} to {arguments.kv_heads} KV heads: {cost.wall:.0f} s, "
+        f"{cost.processor:.0f} CPU s, peak RSS {cost.memory / 2**30:.2f} GiB"
     )
 
 

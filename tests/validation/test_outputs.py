@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import gqaconvert
+from gqaconvert.memory import free_memory
 from tests.support.runs import convert, edit_config, edit_tensors, fails, invoke, read_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +82,11 @@ def test_text_that_is_none(tmp_path: Path) -> None:
 def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that may take one more MiB: an error or a skipped check, and no attempt."""
     output = convert(TINY, tmp_path / "out", "--kv-heads", 4)
-    for name, size in (("max", 2**30), ("current", 2**30 - 2**20)):
-        (tmp_path / name).write_text(f"{size}\n")
-    monkeypatch.setattr("gqaconvert.validation.run._CGROUPS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    for name, text in (("max", 2**30), ("current", 2**30 - 2**20), ("memory.stat", "anon 1\ninactive_file 4096")):
+        (tmp_path / name).write_text(f"{text}\n")
+    container = (str(tmp_path / "max"), str(tmp_path / "current"), "inactive_file")
+    monkeypatch.setattr("gqaconvert.memory._CGROUPS", (container,))
+    assert free_memory() == 2**20 + 4096
     assert "0.0 GiB are free" in fails(3, "validate", TINY, output, "--level", "logits")
     report = json.loads(invoke("validate", TINY, output, "--json").stdout)
     assert [check["name"] for check in report["checks"] if check["status"] == "skipped"] == ["logits.loading"]

@@ -1,0 +1,24 @@
+"""What a child process costs."""
+
+import os
+import subprocess
+import time
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """Of one process: seconds on the clock, of processors, and peak resident bytes (page cache not included)."""
+
+    wall: float
+    processor: float
+    memory: int
+
+
+def timed(command: list[str]) -> Cost:
+    """Run a command to its end."""
+    started = time.monotonic()
+    process = subprocess.Popen(command)
+    _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"failed: {command}")
+    return Cost(time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
