@@ -50,11 +50,14 @@ def attend(
 
     Raises:
         InputError: the attention has a bias for each position, or masks for each head.
+        UnsupportedModelError: it does not attend to what its cache holds.
     """
     stock = _stock(base, module)
     layer = take_updated()
-    if layer is None or layer.index != getattr(module, "layer_idx", None) or key.shape[2] != layer.entries[0].shape[2]:
+    if layer is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
+    if key.shape[2] != layer.entries[0].shape[2]:
+        raise UnsupportedModelError(f"{type(module).__name__} attends to other entries than those its cache holds")
     if kwargs.get("position_bias") is not None:
         raise InputError(f"{type(module).__name__} adds a bias for each position, which cache policies do not support")
     own = layer.own_mask(attention_mask, query.shape[1])
