@@ -27,7 +27,7 @@ except ImportError:
     raise MissingExtraError("transformers", "transformers") from None
 
 from gqaconvert.policies.attention import PREFIX, register
-from gqaconvert.policies.cache import EvictLayer, take_updated
+from gqaconvert.policies.cache import EvictLayer, begin_pass
 
 _CACHE_NAMES = ("cache", "past_key_values")
 """Of the decoder's argument; transformers renamed it."""
@@ -71,7 +71,7 @@ def apply_policy(model: Any, policy: KVPolicy) -> Iterator[Applied]:  # noqa: AN
     name = _cache_name(decoder)
 
     def admit(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        take_updated()  # of a pass that was interrupted
+        begin_pass()
         given = next((key for key in _CACHE_NAMES if kwargs.get(key) is not None), None)
         if given is None:
             asked = kwargs.get("use_cache")

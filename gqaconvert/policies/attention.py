@@ -50,10 +50,10 @@ def attend(
 
     Raises:
         InputError: the attention has a bias for each position, or masks for each head.
-        UnsupportedModelError: it does not attend to what its cache holds.
+        UnsupportedModelError: it does not attend to what its cache holds, or more than once.
     """
     stock = _stock(base, module)
-    layer = take_updated()
+    layer = take_updated(module)
     if layer is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     if key.shape[2] != layer.entries[0].shape[2]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from gqaconvert.errors import InputError
+from gqaconvert.errors import InputError, UnsupportedModelError
 from gqaconvert.policies.scores import kind_named
 from gqaconvert.policies.spec import KVPolicy
 from gqaconvert.policies.step import Step, seen
@@ -26,14 +26,31 @@ _updated: ContextVar[EvictLayer | None] = ContextVar("updated", default=None)
 """The layer between its update and the attention that follows: transformers hands that the keys, not the cache."""
 
 
+_decided: ContextVar[int] = ContextVar("decided", default=0)
+"""The attention module (its ``id``) after which a layer decided last."""
+
 _watch: ContextVar[Callable[[], None]] = ContextVar("watch", default=lambda: None)
 """Called when a layer has attended and has not evicted yet: the cache is never larger."""
 
 
-def take_updated() -> EvictLayer | None:
-    """The layer that waits for its attention, which from now on it does no more."""
-    layer = _updated.get()
+def begin_pass() -> None:
+    """Forget what a pass left behind that was interrupted."""
     _updated.set(None)
+    _decided.set(0)
+
+
+def take_updated(module: nn.Module) -> EvictLayer | None:
+    """The layer whose entries ``module`` attends to, once for each update; None if they are under no policy.
+
+    Raises:
+        UnsupportedModelError: the module attends again to entries of which some have been evicted.
+    """
+    layer = _updated.get()
+    if layer is not None:
+        begin_pass()
+        _decided.set(id(module))
+    elif _decided.get() == id(module):
+        raise UnsupportedModelError(f"{type(module).__name__} attends more than once, and a policy decides after once")
     return layer
 
 

@@ -255,6 +255,18 @@ def test_layers_of_other_kinds_are_left_alone(kind: str) -> None:
         assert type(cache.layers[layer]) is type(expected.cache.layers[layer])
 
 
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    """DiffLlama subtracts one attention from another over the same keys."""
+    model = tiny("diffllama")
+    with pytest.raises(UnsupportedModelError, match="more than once"), apply_policy(model, TOVA):
+        greedy(model, tokens(1, 20))
+    # A module that decided last before is none that attends twice, when its layer is skipped.
+    model = tiny()
+    for text in ("tova:8", "tova:8:skip=2"):
+        with apply_policy(model, KVPolicy.parse(text)):
+            greedy(model, tokens(1, 20))
+
+
 def test_models_that_cannot_evict() -> None:
     def build(kind: str, auto: Any = AutoModelForCausalLM, **values: Any) -> Any:  # noqa: ANN401
         return auto.from_config(AutoConfig.for_model(kind, **values))
