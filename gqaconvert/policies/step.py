@@ -74,13 +74,13 @@ class Step:
         if self.weights is not None:
             return self.weights.float().sum(dim=2).view(batch, kv_heads, -1, entries).sum(dim=2)
         queries = self.queries.view(batch, kv_heads, -1, count, width)
-        keys = self.keys.float().mT[:, :, None]
+        keys = self.keys.float().mT
         columns = torch.arange(entries, device=keys.device)
         total = torch.zeros(batch, kv_heads, entries, device=keys.device)
         rows = max(1, _BLOCK // (batch * self.queries.shape[1] * entries))
         for start in range(0, count, rows):
             block = queries[..., start : start + rows, :].float() * self.scaling
-            logits = block @ keys
+            logits = (block.flatten(2, 3) @ keys).view(*block.shape[:-1], entries)
             if self.mask is not None:
                 allowed = seen(self.mask[:, :, start : start + rows])
                 shape = (allowed.shape[0], 1, 1) if allowed.shape[1] == 1 else (allowed.shape[0], kv_heads, -1)
@@ -88,8 +88,10 @@ class Step:
             elif count > 1:
                 last = torch.arange(start, start + block.shape[-2], device=keys.device) + entries - count
                 logits.masked_fill_(columns > last[:, None], -torch.inf)
-            # A query of padding may see nothing at all.
-            total += logits.softmax(dim=-1).nan_to_num_(0).sum(dim=(2, 3))
+            # Softmax in place. A query of padding may see nothing at all.
+            logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+            logits.div_(logits.sum(dim=-1, keepdim=True)).nan_to_num_(0)
+            total += logits.sum(dim=(2, 3))
         return total
 
 

@@ -15,6 +15,7 @@ much), so they are compared with each other.
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gqaconvert.policies.apply import apply_policy, make_cache
 from gqaconvert.policies.cache import held_bytes
 from gqaconvert.policies.spec import KVPolicy
-from tests.policies.test_composition import PREFILL
+from tests.policies.test_composition import PREFILL, STEADY
 from tests.support.smollm2 import smollm2_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -83,7 +84,7 @@ def memory() -> None:
     names = ("tova:500", "tova-head:500", "l2:500:skip=", "window:500", "h2o:500", "random:500")
     for name in names:
         command = [sys.executable, "-c", PREFILL, "full", name]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | STEADY)
         stock, peak = (int(number) / 1024 for number in ended.stdout.split())
         print(json.dumps({"policy": name, "stock MiB": round(stock, 1), "more": round(peak - stock, 1)}), flush=True)
 

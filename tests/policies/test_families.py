@@ -35,7 +35,7 @@ def grouped(case: Case) -> Case:
     return replace(case, overrides={**case.overrides, "num_key_value_heads": 2})
 
 
-def generated(model: Any, ids: Tensor, mask: Tensor | None, count: int = 3) -> tuple[Tensor, Tensor, Any]:  # noqa: ANN401
+def generated(model: Any, ids: Tensor, mask: Tensor | None, count: int = 2) -> tuple[Tensor, Tensor, Any]:  # noqa: ANN401
     """Tokens, logits and cache of greedy decoding."""
     given = {} if mask is None else {"attention_mask": mask}
     output = model.generate(
@@ -90,5 +90,5 @@ def test_what_cannot_evict_is_refused_by_name(case: Case) -> None:
     with pytest.raises(UnsupportedModelError, match=why), apply_policy(model, KVPolicy.parse("tova:4")):
         pass
     with apply_policy(model, KVPolicy("full")) as applied:
-        assert generated(model, torch.ones(1, 3, dtype=torch.long), None)[0].shape == (1, 6)
+        assert generated(model, torch.ones(1, 3, dtype=torch.long), None)[0].shape == (1, 5)
     assert applied.layers == ()

@@ -13,7 +13,7 @@ from gqaconvert.policies.spec import KVPolicy
 from tests.policies.models import in_chunks, kept, tiny, tokens
 from tests.policies.oracle import Oracle, Rule
 
-LENGTH = 30
+LENGTH = 22
 RULES = {
     "tova:9": Rule("tova", 9),
     "tova:9:sinks=2:recent=3": Rule("tova", 9, sinks=2, recent=3),
