@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance
-from gqaconvert.errors import CheckpointError, InputError, MissingExtraError
+from gqaconvert.errors import CheckpointError, InputError
 from gqaconvert.families import Part
 from gqaconvert.families.blocks import source_heads
 from gqaconvert.families.config import CONTEXT, LARGEST_SIZE, VOCABULARY
@@ -38,7 +38,7 @@ from gqaconvert.site_merging import (
     rounded_tensors,
     save_work,
 )
-from gqaconvert.texts import read_documents
+from gqaconvert.texts import load_tokenizer, read_documents
 
 WINDOW = 512
 """Tokens of a calibration window, where the model's context allows."""
@@ -94,16 +94,9 @@ def calibration_batches(plan: ConversionPlan, folder: LocalFolder) -> list[Tenso
         MissingExtraError: transformers is not installed.
         InputError: no usable tokenizer, or too little text.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise MissingExtraError("transformers", "transformers") from None
     calibration = plan.recipe.calibration
     assert calibration is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder.root, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{folder.root}: its tokenizer cannot be loaded: {str(error)[:200]}") from error
+    tokenizer = load_tokenizer(folder.root)
     config = plan.checkpoint.config
     window = min(WINDOW, config.count(CONTEXT, LARGEST_SIZE) or WINDOW)
     tokens: list[int] = []

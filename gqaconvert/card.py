@@ -3,9 +3,10 @@
 from typing import Any
 
 from gqaconvert import __version__
+from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.merge import SITE_METHODS
 from gqaconvert.planning import ConversionPlan, cache_bytes_per_token
-from gqaconvert.sidecars import SOURCE_CARD
+from gqaconvert.sidecars import CARD, SOURCE_CARD
 from gqaconvert.units import format_size
 
 _KEPT_FIELDS = ("license", "license_name", "license_link", "language", "library_name", "pipeline_tag", "tags")
@@ -92,6 +93,12 @@ def _site_explanation(plan: ConversionPlan) -> list[str]:
         lines.append(f"All layers were then refined together against the source's predictions ({recipe.joint} steps).")
     lines += [f"Note: {limit}." for limit in sorted({limit for work in plan.work for limit in work.freedom.limits})]
     return [*lines, "", "The text is worse than the source's; `gqaconvert validate` measures by how much."]
+
+
+def source_card(folder: LocalFolder) -> str:
+    """The card of a checkpoint's source, where it is kept; else its own; empty where it has none."""
+    name = SOURCE_CARD if SOURCE_CARD in folder.sizes else CARD
+    return folder.read_bytes(name).decode("utf-8", "replace") if name in folder.sizes else ""
 
 
 def front_matter(card: str) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +11,14 @@ from threading import Thread
 from typing import Any, TypedDict, Unpack
 
 from gqaconvert import __version__
-from gqaconvert.card import model_card
+from gqaconvert.card import model_card, source_card
 from gqaconvert.checkpoint import hub
 from gqaconvert.checkpoint.dtypes import SAFETENSORS_NAMES
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.source import fetch_source, open_source
 from gqaconvert.checkpoint.staging import Staging
 from gqaconvert.checkpoint.writer import Advance, hash_file
+from gqaconvert.destination import check_destination, free_bytes, json_bytes, located, refuse_overlap, storage_errors
 from gqaconvert.errors import CheckpointError, DestinationError, GqaConvertError, InputError, StorageError
 from gqaconvert.inspection import read_checkpoint, read_provenance
 from gqaconvert.merge import SITE_METHODS, check_method
@@ -33,7 +33,7 @@ from gqaconvert.planning import (
     recipe_document,
 )
 from gqaconvert.shard_writing import write_shards
-from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name
+from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, output_name
 from gqaconvert.texts import EXAMPLE, sha256_of
 from gqaconvert.units import format_size
 
@@ -95,7 +95,7 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
         "total_size": plan.total_size,
         "output_bytes": plan.output_bytes,
         "work_bytes": plan.work_bytes,
-        "free_bytes": _free_bytes(destination),
+        "free_bytes": free_bytes(destination),
         "config_changes": dict(plan.config_changes),
         "shards": [{"name": shard.name, "nbytes": shard.nbytes} for shard in plan.shards],
         "changed_tensors": [
@@ -233,7 +233,7 @@ def convert(
     Raises:
         GqaConvertError: nothing was written to the destination.
     """
-    destination = _located(destination)
+    destination = located(destination)
     if push_to_hub is not None and not hub.REPO_ID.fullmatch(push_to_hub):
         raise InputError(f"--push-to-hub {push_to_hub}: not a repository id", hint="for example: your-name/your-model")
     recipe = make_recipe(kv_heads, **options)
@@ -241,12 +241,12 @@ def convert(
     plan = convert_plan(source, recipe, revision=revision, offline=offline, fetch=True)
     folder = plan.checkpoint.files
     assert isinstance(folder, LocalFolder)
-    _refuse_overlap(folder, plan, destination)
+    refuse_overlap(folder, plan.checkpoint.index, destination)
     on_plan(plan)
     done = _finished_earlier(plan, destination) if resume and not overwrite else None
     if done is None:
         check_destination(destination, overwrite=overwrite)
-        with _storage_errors(destination):
+        with storage_errors(destination, "what was finished is kept; after mending the cause, --resume continues"):
             done = _execute(
                 plan,
                 folder,
@@ -260,73 +260,6 @@ def convert(
     if push_to_hub is None:
         return done
     return replace(done, commit_url=hub.upload(destination, push_to_hub))
-
-
-def _located(destination: str | Path) -> Path:
-    """The absolute path of a destination, its last part a name of its own (not ``..``) and not followed if a link."""
-    if not str(destination):
-        raise DestinationError("the destination is empty", hint="give a folder to create")
-    path = Path(destination).expanduser().absolute()
-    try:
-        return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
-    except (OSError, RuntimeError) as error:
-        raise DestinationError(f"{destination} is no place for a folder: {error}") from error
-
-
-def check_destination(destination: Path, *, overwrite: bool) -> None:
-    """Refuse destinations that would lose something.
-
-    Raises:
-        DestinationError: not a folder, not empty without ``overwrite``, or not a model folder with it.
-    """
-    if destination.is_symlink():
-        raise DestinationError(f"{destination} is a link", hint="give the folder itself")
-    if not destination.exists():
-        return
-    if not destination.is_dir():
-        raise DestinationError(f"{destination} is a file")
-    content = {path.name for path in destination.iterdir()}
-    if not content:
-        return
-    if not overwrite:
-        raise DestinationError(f"{destination} is not empty", hint="--overwrite replaces it, once the new one is whole")
-    if CONFIG not in content or destination in (Path.cwd(), *Path.cwd().parents, Path.home()):
-        raise DestinationError(
-            f"{destination} is no model folder ({CONFIG} is missing, or it is a working folder): not replaced",
-            hint="choose another destination",
-        )
-
-
-def _refuse_overlap(folder: LocalFolder, plan: ConversionPlan, destination: Path) -> None:
-    """Source and destination may not contain each other, nor may a source's shard lie in the destination by a link."""
-    target = destination.resolve()
-    places = [
-        folder.root.resolve(),
-        *(folder.path(shard.shard).resolve() for shard in plan.checkpoint.index.shards),
-    ]
-    if any(place.is_relative_to(target) or target.is_relative_to(place) for place in places):
-        raise DestinationError(
-            f"source {folder.root} and destination {destination} overlap",
-            hint="choose a destination outside the source",
-        )
-
-
-def _free_bytes(destination: Path) -> int:
-    folder = destination.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-@contextmanager
-def _storage_errors(destination: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"writing {destination} failed: {error.strerror or error}",
-            hint="what was finished is kept; after mending the cause, --resume continues",
-        ) from error
 
 
 def _finished_earlier(plan: ConversionPlan, destination: Path) -> ConversionResult | None:
@@ -400,7 +333,7 @@ def _site_facts(plan: ConversionPlan, staging: Staging) -> tuple[Mapping[str, An
 def _require_space(plan: ConversionPlan, destination: Path, finished: tuple[str, ...]) -> None:
     needed = plan.output_bytes + plan.work_bytes
     needed -= sum(shard.nbytes for shard in plan.shards if shard.name in finished)
-    free = _free_bytes(destination)
+    free = free_bytes(destination)
     if needed > free:
         raise StorageError(
             f"{destination} needs {format_size(needed)}, {format_size(free)} are free there",
@@ -415,22 +348,11 @@ def _write_rest(plan: ConversionPlan, folder: LocalFolder, staging: Staging, sha
         target.parent.mkdir(parents=True, exist_ok=True)
         with folder.path(name).open("rb") as source, target.open("wb") as file:
             shutil.copyfileobj(source, file)
-    source_card = _source_card(folder)
-    (staging.model / CARD).write_bytes(model_card(plan, source_card).encode(errors="replace"))
-    (staging.model / PROVENANCE).write_bytes(_json(provenance(plan, shards)))
+    (staging.model / CARD).write_bytes(model_card(plan, source_card(folder)).encode(errors="replace"))
+    (staging.model / PROVENANCE).write_bytes(json_bytes(provenance(plan, shards)))
     if plan.index_file:
-        (staging.model / plan.index_file).write_bytes(_json(index_document(plan)))
-    (staging.model / CONFIG).write_bytes(_json(plan.config))
-
-
-def _source_card(folder: LocalFolder) -> str:
-    name = SOURCE_CARD if SOURCE_CARD in folder.sizes else CARD
-    return folder.read_bytes(name).decode("utf-8", "replace") if name in folder.sizes else ""
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    # Half a surrogate pair (JSON can escape one) goes out as it came in: backslashreplace writes JSON's own escape.
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        (staging.model / plan.index_file).write_bytes(json_bytes(index_document(plan)))
+    (staging.model / CONFIG).write_bytes(json_bytes(plan.config))
 
 
 def provenance(plan: ConversionPlan, shards: Mapping[str, str]) -> dict[str, Any]:

@@ -56,6 +56,18 @@ class Checkpoint:
             raise self.obstacle or CheckpointError("no model family")
         return self.family
 
+    def require_sound(self) -> None:
+        """Refuse files that contradict each other.
+
+        Raises:
+            CheckpointError: the first problem that forbids working with them.
+        """
+        for problem in self.index.problems:
+            if problem.severity == "error":
+                raise CheckpointError(
+                    f"{problem.subject}: {problem.message}", hint="'gqaconvert inspect' lists all problems"
+                )
+
     def require_sites(self) -> tuple[AttentionSite, ...]:
         """The attention modules of a sound checkpoint.
 
@@ -63,11 +75,7 @@ class Checkpoint:
             GqaConvertError: why there are none, or the first problem that forbids working with the files.
         """
         family = self.require_family()
-        for problem in self.index.problems:
-            if problem.severity == "error":
-                raise CheckpointError(
-                    f"{problem.subject}: {problem.message}", hint="'gqaconvert inspect' lists all problems"
-                )
+        self.require_sound()
         if family.refusal is None and self.obstacle is not None:
             raise self.obstacle
         if not self.sites:

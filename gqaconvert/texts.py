@@ -4,8 +4,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from gqaconvert.errors import InputError, SourceNotFoundError, StorageError
+from gqaconvert.errors import InputError, MissingExtraError, SourceNotFoundError, StorageError
 
 EXAMPLE = "example"
 _SAMPLES = {"calibration": "calibration.txt", "heldout": "heldout.txt"}
@@ -48,8 +49,8 @@ def sha256_of(name: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_documents(name: str) -> Iterator[str]:
-    """The documents of a text file: one of plain text, or the "text" fields of .jsonl lines.
+def read_documents(name: str, *, field: str = "text") -> Iterator[str]:
+    """The documents of a text file: one of plain text, or a field of .jsonl lines.
 
     Raises:
         SourceNotFoundError: no such file.
@@ -59,23 +60,41 @@ def read_documents(name: str) -> Iterator[str]:
     path = text_path(name)
     try:
         with path.open(encoding="utf-8") as file:
-            if path.suffix not in (".jsonl", ".json"):
+            if path.suffix.lower() not in (".jsonl", ".json"):
                 yield file.read()
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _text_of(line, path, number)
+                    yield _text_of(line, path, number, field)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _text_of(line: str, path: Path, number: int) -> str:
+def _text_of(line: str, path: Path, number: int, field: str) -> str:
     try:
-        text = json.loads(line)["text"]
+        text = json.loads(line)[field]
     except (ValueError, TypeError, KeyError):
         text = None
     if not isinstance(text, str):
-        raise InputError(f'{path}, line {number}: no JSON object with a "text"')
+        raise InputError(f'{path}, line {number}: no JSON object with a "{field}"')
     return text
+
+
+def load_tokenizer(folder: Path) -> Any:  # noqa: ANN401
+    """The tokenizer of a model's folder; its classes are not typed.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        InputError: there is none, or it cannot be loaded.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise MissingExtraError("transformers", "transformers") from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{folder}: its tokenizer cannot be loaded: {reason}") from error

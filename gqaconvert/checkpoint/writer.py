@@ -157,6 +157,15 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file and force it to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_tree(root: Path) -> None:
     """Force a folder, and all that is in it, to the disk."""
     for path in (*root.rglob("*"), root):

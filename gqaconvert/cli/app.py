@@ -12,6 +12,7 @@ from gqaconvert.cli.convert import convert_command
 from gqaconvert.cli.estimate import estimate_command
 from gqaconvert.cli.inspect import inspect_command
 from gqaconvert.cli.output import note
+from gqaconvert.cli.uptrain import trainers_command, uptrain_command
 from gqaconvert.cli.validate import validate_command
 from gqaconvert.errors import GqaConvertError
 
@@ -42,7 +43,7 @@ class ErrorGroup(TyperGroup):
             self._show(ctx, f"{where}{error.strerror or error}", None)
             raise typer.Exit(ENVIRONMENT) from None
         except KeyboardInterrupt:
-            self._show(ctx, "interrupted", "a conversion is continued by the same command with --resume")
+            self._show(ctx, "interrupted", "the same command goes on from here (convert: with --resume)")
             raise typer.Exit(INTERRUPTED) from None
 
     def _show(self, ctx: Any, message: str, hint: str | None) -> None:  # noqa: ANN401
@@ -82,6 +83,8 @@ app.command("inspect")(inspect_command)
 app.command("convert")(convert_command)
 app.command("estimate")(estimate_command)
 app.command("validate")(validate_command)
+app.command("uptrain")(uptrain_command)
+app.command("trainers")(trainers_command)
 
 
 def main() -> None:

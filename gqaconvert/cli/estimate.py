@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gqaconvert.cli.options import FamilyName, Json, Offline, Revision, size
+from gqaconvert.cli.options import FamilyName, Json, Offline, Revision, count, size
 from gqaconvert.cli.output import print_json, safe
 from gqaconvert.errors import InputError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gqaconvert.kvcache.estimate import Estimate, Row
 
 _SUFFIX = {"": 1, "k": 2**10, "m": 2**20}
-_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BAR = 40
 _LEAST_COLUMNS = 4
 
@@ -78,7 +77,8 @@ def estimate_command(
         float | None, typer.Option("--alpha", help="Uptraining: part of the pre-training.", show_default="0.05")
     ] = None,
     pretrain_tokens: Annotated[
-        str | None, typer.Option("--pretrain-tokens", metavar="2T", help="Tokens of the pre-training.")
+        int | None,
+        typer.Option("--pretrain-tokens", parser=count, metavar="2T", help="Tokens of the pre-training."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also write a .png, .svg or .html chart.")
@@ -120,7 +120,7 @@ def estimate_command(
             utilisation=utilisation,
             weights=weights,
             alpha=alpha,
-            pretrain_tokens=_numbers(pretrain_tokens, "--pretrain-tokens", _COUNT)[0] if pretrain_tokens else None,
+            pretrain_tokens=pretrain_tokens,
         ),
         revision=revision,
         offline=offline,

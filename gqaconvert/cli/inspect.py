@@ -1,6 +1,7 @@
 """``gqaconvert inspect``."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -140,16 +141,18 @@ def _facts(inspection: "Inspection") -> list[tuple[str, str]]:
     if inspection.sliding_window:
         facts.insert(8, ("window", f"{inspection.sliding_window:,} tokens (where layers use it)"))
     if inspection.provenance:
-        facts.append(("made by", _origin(inspection)))
+        facts.append(("made by", _origin(inspection.provenance)))
     return facts
 
 
-def _origin(inspection: "Inspection") -> str:
-    record = inspection.provenance or {}
+def _origin(record: Mapping[str, Any]) -> str:
     tool, source, recipe = (
         value if isinstance(value := record.get(key), dict) else {} for key in ("tool", "source", "recipe")
     )
-    return (
+    how = "uptrained" if recipe.get("command") == "uptrain" else f"method {recipe.get('method')}"
+    told = (
         f"{tool.get('name')} {tool.get('version')} from {source.get('id')} "
-        f"({source.get('num_key_value_heads')} KV heads), method {recipe.get('method')}"
+        f"({source.get('num_key_value_heads')} KV heads), {how}"
     )
+    earlier = source.get("provenance")
+    return f"{told}; that by {_origin(earlier)}" if isinstance(earlier, dict) else told

@@ -58,7 +58,9 @@ def compare_tensors(
     faults["untouched"] += [changed[tensor.name] for tensor in pair.expected if tensor.name in changed]
     checks.insert(
         0,
-        verdict(
+        skipped("files.untouched", "all tensors were trained")
+        if pair.record.trained == "all"
+        else verdict(
             "files.untouched",
             faults["untouched"],
             f"{counts['untouched']} tensors are the source's, "
@@ -70,6 +72,8 @@ def compare_tensors(
     for kind in KINDS[1:]:
         if counts[kind]:
             checks.append(_computed(kind, pair, faults[kind], counts[kind], errors, seconds[kind]))
+        elif pair.record.trained is not None and kind == "weights":
+            checks.append(skipped("files.pooled-weights", "trained since the conversion: no number can be recomputed"))
         elif not merged and kind == "weights":
             checks.append(skipped("files.pooled-weights", "no tensor of the right shape to compare"))
     return checks, errors

@@ -33,11 +33,12 @@ def validate_files(pair: Pair, advance: Advance) -> tuple[list[Check], list[Tens
     """
     sound = comparable(pair)
     merged = pair.merged_names()
+    kept = sound - pair.trained_names()
     copied = {
         tensor.name: tensor.source
         for tensor in pair.expected
         if tensor.kind == "untouched"
-        and tensor.name in sound
+        and tensor.name in kept
         and tensor.name not in merged
         and tensor.dtype == pair.index.entries[tensor.name].dtype
     }
@@ -51,7 +52,9 @@ def validate_files(pair: Pair, advance: Advance) -> tuple[list[Check], list[Tens
         ]
         from gqaconvert.validation.compare import compare_tensors
 
-        compared, errors = compare_tensors(pair, sound, copied.keys(), scan, advance)
+        compared, errors = compare_tensors(pair, kept, copied.keys(), scan, advance)
+        if pair.record.trained is not None:
+            compared.append(timed(lambda: _finite(pair.index, pair.folder, advance)))
         return [*checks, *compared, scan.hashes(), timed(lambda: _record(pair))], errors
 
 

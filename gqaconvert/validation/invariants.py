@@ -121,7 +121,7 @@ def check_invariants(
         verdict("files.merged-finite", not_finite, "all merged numbers are finite", "numbers that are not finite")
     ]
     if open_ended:
-        why = "after --refine or regrouping, numbers are only asked to be finite"
+        why = "after --refine, regrouping or uptraining, numbers are only asked to be finite"
         return [*checks, *(skipped(name, why) for name in _ASKED)]
     seconds = monotonic() - begun
     for name, (good, bad_news) in _ASKED.items():

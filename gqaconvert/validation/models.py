@@ -66,9 +66,12 @@ def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
     """
     parameters = dict(model.named_parameters())
     expected = {tensor.name: tensor for tensor in pair.expected}
-    exact = pair.grew or pair.expectation.promise in ("mean", "first")
+    exact = pair.record.trained is None and (pair.grew or pair.expectation.promise in ("mean", "first"))
     merged = pair.merged_names()
     with Shards(pair.source_folder.root) as source, Shards(pair.folder.root) as output, torch.no_grad():
+        for name in pair.trained_names():
+            if expected[name].kind == "untouched" and (own := _find(parameters, name)) is not None:
+                own.copy_(output.tensor(pair.index.entries[name]))
         for site in pair.source.sites:
             geometry = site.geometry
             target = geometry.with_kv_heads(pair.kv_heads)
@@ -128,7 +131,11 @@ def _shared(
 
 
 def _parameter(parameters: dict[str, Tensor], name: str) -> Tensor:
-    found = [key for key in parameters if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
-    if len(found) != 1:
+    if (found := _find(parameters, name)) is None:
         raise CheckpointError(f"the stock class has no parameter {name}", hint="--level files needs no model")
-    return parameters[found[0]]
+    return found
+
+
+def _find(parameters: dict[str, Tensor], name: str) -> Tensor | None:
+    found = [key for key in parameters if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
+    return parameters[found[0]] if len(found) == 1 else None

@@ -72,10 +72,21 @@ class Pair:
         return self.index.files
 
     def merged_names(self) -> frozenset[str]:
-        """Names of the tensors that a method of the whole site writes anew."""
-        if not self.expectation.rewrites_queries:
+        """Names of the tensors that a method of the whole site, or a training, writes anew."""
+        if not self.expectation.rewrites_queries and self.record.trained is None:
             return frozenset()
         return frozenset(entry.name for site in self.source.sites for _, _, entry in rewritten(site))
+
+    def trained_names(self) -> frozenset[str]:
+        """Names of all other tensors that a training may have changed."""
+        if self.record.trained is None:
+            return frozenset()
+        named = {tensor.name for tensor in self.expected if tensor.kind != "untouched"}
+        if self.record.trained == "all":
+            named |= {tensor.name for tensor in self.expected}
+        else:
+            named |= {tensor.entry.name for site in self.source.sites for tensor in site.tensors}
+        return frozenset(named) - self.merged_names()
 
     def expected_config(self) -> dict[str, Any]:
         """The source's config.json with exactly the declared changes."""

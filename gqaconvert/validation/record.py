@@ -22,7 +22,8 @@ class Record:
         num_key_value_heads: None where the record does not say.
         dtype: safetensors name of the type that floats were stored in, None for each tensor's own.
         family: layout that the user vouched for, None for that of the model_type.
-        exact: whether nothing came after the method: no refinement, no regrouping.
+        exact: whether nothing came after the method: no refinement, no regrouping, no training.
+        trained: what uptraining trained since, "all", "attention" or "kv"; None without it.
         calibrated: whether text decided with the weights.
         hashes: shard -> sha256.
         source: what it says of the source.
@@ -36,6 +37,7 @@ class Record:
     dtype: str | None = None
     family: str | None = None
     exact: bool = True
+    trained: str | None = None
     calibrated: bool = False
     hashes: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +45,10 @@ class Record:
 
 
 def read_record(folder: LocalFolder) -> Record:
-    """Read gqaconvert.json; a damaged one has faults, and raises nothing."""
+    """Read gqaconvert.json; a damaged one has faults, and raises nothing.
+
+    Of a model that was uptrained, the conversion is described by the record within its record.
+    """
     if PROVENANCE not in folder.sizes:
         return Record()
     try:
@@ -59,7 +64,16 @@ def read_record(folder: LocalFolder) -> Record:
         faults.append(f"{PROVENANCE}: {name} is no table")
         return {}
 
-    recipe, shards = table("recipe"), table("shards")
+    shards, result, trained = table("shards"), table("result"), None
+    while isinstance(step := document.get("recipe"), dict) and step.get("command") == "uptrain":
+        trained = _widest(trained, step.get("trainable"))
+        inner = document.get("source")
+        inner = inner.get("provenance") if isinstance(inner, dict) else None
+        if not isinstance(inner, dict):
+            faults.append(f"{PROVENANCE}: the model was uptrained, and nothing says how it was converted")
+            break
+        document = inner
+    recipe = table("recipe")
 
     def said(name: str, kind: type | tuple[type, ...], default: Any) -> Any:  # noqa: ANN401
         found = recipe.get(name, default)
@@ -84,8 +98,16 @@ def read_record(folder: LocalFolder) -> Record:
     later = (said("refine", (int, str), None), said("joint", int, None))
     grouping = said("grouping", str, "adjacent")
     family, calibration = said("family", str, None), said("calibration", dict, None)
-    source, result = table("source"), table("result")
+    source = table("source")
     return Record(
         True, tuple(faults), method or "mean", count, stored, family,
-        later == (None, None) and grouping == "adjacent", calibration is not None, hashes, source, result,
+        later == (None, None) and grouping == "adjacent" and trained is None, trained, calibration is not None,
+        hashes, source, result,
     )  # fmt: skip
+
+
+def _widest(one: str | None, other: object) -> str:
+    """Of two trainings, what changed in either; "all" where that is not said."""
+    order = ("kv", "attention", "all")
+    places = [order.index(each) for each in (one, other) if each in order]
+    return order[max(places)] if other in order else "all"

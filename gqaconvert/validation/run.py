@@ -186,7 +186,12 @@ def _notes(pair: Pair, level: Level) -> tuple[str, ...]:
     notes = []
     if level != "files":
         notes.append("models were loaded and run in float32, whatever type their weights are stored in")
-    if level == "quality" and pair.kv_heads < pair.source.sites[0].geometry.num_key_value_heads:
+    if pair.record.trained is not None:
+        notes.append(
+            f"uptrained since the conversion ({pair.record.trained}): trained weights are only asked to be finite, and "
+            "the logits' reference has them too"
+        )
+    elif level == "quality" and pair.kv_heads < pair.source.sites[0].geometry.num_key_value_heads:
         notes.append(NORMAL)
     if not pair.record.present:
         notes.append("no gqaconvert.json: taken for a conversion by mean")

@@ -1,7 +1,7 @@
 """What cache policies cost on trained models: perplexity token by token, at parts of the context, and memory.
 
-    python -m tests.bench.policies example     # the example model, 256 tokens: about 10 minutes on one core
-    python -m tests.bench.policies smollm2     # SmolLM2-135M, 512 tokens: about an hour on one core
+    python -m tests.bench.policies example     # the example model, windows of 256 tokens: 3 to 5 minutes on one core
+    python -m tests.bench.policies smollm2     # SmolLM2-135M, windows of 512: an hour, 2 minutes a policy and part
     python -m tests.bench.policies FOLDER      # any checkpoint
     python -m tests.bench.policies memory      # prefill of 4,000 tokens: peak of the process, by policy
 

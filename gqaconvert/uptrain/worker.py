@@ -1,0 +1,10 @@
+"""``python -m gqaconvert.uptrain.worker JOB``: one of the processes of a job."""
+
+import sys
+from pathlib import Path
+
+from gqaconvert.uptrain.processes import work
+from gqaconvert.uptrain.trainers import run_job
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]), run_job))
