@@ -12,6 +12,7 @@ from gqaconvert.policies.apply import apply_policy
 from gqaconvert.policies.cache import held_bytes, held_entries
 from gqaconvert.policies.spec import KVPolicy
 from tests.families.cases import CASES, VOCABULARY, Case
+from tests.policies.models import EVICTING
 
 WITHOUT_WINDOW = {"mistral", "phi3", "starcoder2"}
 """In these cases every layer has a window, in the same class without one none has."""
@@ -53,7 +54,7 @@ def test_a_ratio_of_one_is_the_full_cache_bit_for_bit(case: Case) -> None:
     padded = torch.ones_like(ids)
     padded[1, :4] = 0
     expected = {mask is None: generated(model, ids, mask) for mask in (None, padded)}
-    for number, text in enumerate(("tova", "l2:skip=", "window+sinks", "h2o", "random")):
+    for number, text in enumerate(EVICTING):
         kind, _, options = text.partition(":")
         policy = KVPolicy.parse(f"{kind}:1.0:{options}" if options else f"{kind}:1.0")
         # Both ways for the two published policies; the others take turns.
