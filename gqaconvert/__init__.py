@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from gqaconvert.errors import GqaConvertError
     from gqaconvert.inspection import Inspection, inspect_checkpoint
     from gqaconvert.kvcache.estimate import Estimate, Question, estimate
+    from gqaconvert.policies.apply import apply_policy, make_cache
+    from gqaconvert.policies.spec import KVPolicy
     from gqaconvert.validation.run import validate
     from gqaconvert.validation.types import Settings, ValidationReport
 
@@ -21,11 +23,14 @@ _PUBLIC = {
     "Estimate": "gqaconvert.kvcache.estimate",
     "GqaConvertError": "gqaconvert.errors",
     "Inspection": "gqaconvert.inspection",
+    "KVPolicy": "gqaconvert.policies.spec",
+    "apply_policy": "gqaconvert.policies.apply",
     "convert": "gqaconvert.conversion",
     "convert_plan": "gqaconvert.conversion",
     "Question": "gqaconvert.kvcache.estimate",
     "estimate": "gqaconvert.kvcache.estimate",
     "inspect_checkpoint": "gqaconvert.inspection",
+    "make_cache": "gqaconvert.policies.apply",
     "Settings": "gqaconvert.validation.types",
     "ValidationReport": "gqaconvert.validation.types",
     "validate": "gqaconvert.validation.run",
@@ -36,14 +41,17 @@ __all__ = [
     "Estimate",
     "GqaConvertError",
     "Inspection",
+    "KVPolicy",
     "Question",
     "Settings",
     "ValidationReport",
     "__version__",
+    "apply_policy",
     "convert",
     "convert_plan",
     "estimate",
     "inspect_checkpoint",
+    "make_cache",
     "validate",
 ]
 

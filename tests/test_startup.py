@@ -47,6 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "--help", "--version", "inspect --help", "convert --help", "inspect SRC", "inspect SRC --json",
         "convert SRC DST --mqa --dry-run", "convert SRC DST --mqa --dry-run --json", "convert SRC DST --kv-heads 5",
+        "estimate SRC --policy l2:1/2:skip=0",
     ],
 )  # fmt: skip
 def test_what_needs_no_tensors_imports_no_torch(tmp_path: Path, source: Path, command: str) -> None:

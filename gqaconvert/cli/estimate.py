@@ -51,7 +51,8 @@ def estimate_command(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel devices.")] = 1,
     block: Annotated[int, typer.Option("--block", min=1, help="Tokens a block of a paged cache.")] = 1,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="tova:512", help="tova, l2 or window: entries or ratio kept.")
+        str | None,
+        typer.Option("--policy", metavar="tova:512|l2:1/2:skip=0,1", help="What evicts: KIND:ENTRIES or KIND:RATIO."),
     ] = None,
     runtime: Annotated[
         str, typer.Option("--runtime", help="engine, or transformers (what its DynamicCache holds).")
@@ -93,7 +94,7 @@ def estimate_command(
     from gqaconvert.kvcache.estimate import Question, estimate
     from gqaconvert.kvcache.layers import CacheSettings, runtime_named
     from gqaconvert.kvcache.plots import check_plot_path, to_csv, write_plot
-    from gqaconvert.kvcache.policies import PolicySize
+    from gqaconvert.policies.spec import KVPolicy
 
     if csv and json:
         raise InputError("--csv and --json contradict each other")
@@ -112,7 +113,7 @@ def estimate_command(
             value=cache_dtype(value) if value else None,
             settings=CacheSettings(
                 tensor_parallel=tp, block=block, runtime=runtime_named(runtime), expand_latent=mla == "expanded",
-                policy=PolicySize.parse(policy) if policy else None,
+                policy=KVPolicy.parse(policy) if policy else None,
             ),
             encoder_tokens=encoder_tokens,
             gpu=_gpu(gpu) if gpu else None,

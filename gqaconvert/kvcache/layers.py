@@ -6,7 +6,7 @@ from typing import Literal
 
 from gqaconvert.errors import InputError
 from gqaconvert.kvcache.dtypes import CACHE_DTYPES, CacheDtype
-from gqaconvert.kvcache.policies import PolicySize
+from gqaconvert.policies.spec import KVPolicy
 
 Runtime = Literal["engine", "transformers"]
 """``engine``: what serving engines have to keep. ``transformers``: what its DynamicCache holds. They differ:
@@ -118,7 +118,7 @@ class CacheSettings:
     encoder_tokens: int = 0
     runtime: Runtime = "engine"
     expand_latent: bool = False
-    policy: PolicySize | None = None
+    policy: KVPolicy | None = None
 
 
 @dataclass(frozen=True)

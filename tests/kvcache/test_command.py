@@ -181,7 +181,7 @@ def test_caches_that_are_not_known_are_refused(tmp_path: Path, document: dict[st
     "options",
     [
         ("--context", "0"), ("--context", "4x"), ("--batch", "-1"), ("--kv-heads", "3"), ("--kv-dtype", "fp3"),
-        ("--tp", "5"), ("--policy", "h2o:7"), ("--policy", "l2:0.5:skip=99"), ("--gpu", "fast"), ("--alpha", "0.05"),
+        ("--tp", "5"), ("--policy", "lru:7"), ("--policy", "l2:0.5:skip=99"), ("--gpu", "fast"), ("--alpha", "0.05"),
         ("--alpha", "2", "--pretrain-tokens", "1T"), ("--csv", "--json"), ("--plot", "x.pdf"), ("--runtime", "mine"),
         ("--plot", "no/such/folder/x.png"), ("--mla", "both"), ("--encoder-tokens", "5"),
     ],

@@ -13,7 +13,7 @@ from gqaconvert.families.config import ModelConfig
 from gqaconvert.kvcache.dtypes import cache_dtype
 from gqaconvert.kvcache.layers import CacheSettings, cache_size
 from gqaconvert.kvcache.models import cache_model
-from gqaconvert.kvcache.policies import PolicySize
+from gqaconvert.policies.spec import KVPolicy
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -186,17 +186,17 @@ def test_blocks_round_up() -> None:
 def test_policies() -> None:
     # TOVA (Table 1), Llama-2-7B at 4096 tokens: 2.147 GB become 0.268; L2 at a half with two of 32 layers spared: .531.
     assert total(LLAMA2_7B, 4096) == 2_147_483_648
-    assert total(LLAMA2_7B, 4096, policy=PolicySize.parse("tova:512")) == 268_435_456
-    half = total(LLAMA2_7B, 4096, policy=PolicySize.parse("l2:0.5"))
+    assert total(LLAMA2_7B, 4096, policy=KVPolicy.parse("tova:512")) == 268_435_456
+    half = total(LLAMA2_7B, 4096, policy=KVPolicy.parse("l2:0.5"))
     assert half / total(LLAMA2_7B, 4096) == (2 + 0.5 * 30) / 32
     # GQA with 8 of 32 heads and TOVA multiply: 32 times.
-    assert total({**LLAMA2_7B, "num_key_value_heads": 8}, 4096, policy=PolicySize.parse("tova:512")) * 32 == 2**31
+    assert total({**LLAMA2_7B, "num_key_value_heads": 8}, 4096, policy=KVPolicy.parse("tova:512")) * 32 == 2**31
 
 
 def test_prefill_peak_of_a_policy() -> None:
     # 7 layers at budget 12 and one at 96 tokens; one head of 30 float32 each side: 7*12+96 entries of 240 bytes.
     config = decoder(8, 1, 30, 1)
     kind = cache_dtype("float32")
-    settings = CacheSettings(kind, kind, policy=PolicySize.parse("tova:12"))
+    settings = CacheSettings(kind, kind, policy=KVPolicy.parse("tova:12"))
     size = cache_size(cache_model(ModelConfig.of(config)), 96, 1, settings)
     assert (size.total, size.prefill_peak) == (8 * 12 * 240, (7 * 12 + 96) * 240)

@@ -20,7 +20,7 @@ from gqaconvert.kvcache.layers import (
     StateCache,
     cache_size,
 )
-from gqaconvert.kvcache.policies import PolicySize
+from gqaconvert.policies.spec import KVPolicy
 
 HEADS = 16
 
@@ -92,24 +92,64 @@ def test_blocks_only_round_up(model: CacheModel, held: CacheSettings, blocks: in
 
 @given(st.integers(1, 8), st.integers(1, 300), st.fractions(Fraction(1, 100), 1, max_denominator=100))
 def test_a_ratio_keeps_its_part_rounded_up(layers: int, length: int, ratio: Fraction) -> None:
-    kept = PolicySize("l2", keep_ratio=ratio, skip_layers=(0,)).entries(layers, length)
+    kept = KVPolicy("l2", keep_ratio=ratio, skip_layers=(0,)).entries(layers, length)
     assert ratio * length <= kept < ratio * length + 1
 
 
-@pytest.mark.parametrize("text", ["tova", "tova:0", "l2:1.5", "l2:0.0", "h2o:5", "tova:-1", "l2:0.5:skip=x", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tova",
+        "tova:0",
+        "l2:1.5",
+        "l2:0.0",
+        "lru:5",
+        "tova:-1",
+        "l2:0.5:skip=x",
+        "",
+        "full:4",
+        "full:sinks=1",
+        "l2:3/2",
+        "l2:1/0",
+        "window:4:sinks=4",
+        "tova:8:recent=8",
+        "tova:8:recent=1/1",
+        "tova:8:9",
+        "tova:8:first=1",
+        "tova:8:sinks",
+    ],
+)
 def test_policies_that_are_none(text: str) -> None:
     with pytest.raises(InputError):
-        PolicySize.parse(text)
+        KVPolicy.parse(text)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("tova:512", PolicySize("tova", budget=512)),
-        ("l2:0.5", PolicySize("l2", keep_ratio=Fraction(1, 2), skip_layers=(0, 1))),
-        ("l2:0.5:skip=", PolicySize("l2", keep_ratio=Fraction(1, 2))),
-        ("l2:.25:skip=12,0", PolicySize("l2", keep_ratio=Fraction(1, 4), skip_layers=(0, 12))),
+        ("tova:512", KVPolicy("tova", budget=512)),
+        ("l2:0.5", KVPolicy("l2", keep_ratio=Fraction(1, 2), skip_layers=(0, 1))),
+        ("l2:0.5:skip=", KVPolicy("l2", keep_ratio=Fraction(1, 2))),
+        ("l2:.25:skip=12,0", KVPolicy("l2", keep_ratio=Fraction(1, 4), skip_layers=(0, 12))),
+        ("l2-high:1/3:skip=2", KVPolicy("l2-high", keep_ratio=Fraction(1, 3), skip_layers=(2,))),
+        ("window:256:sinks=4", KVPolicy("window", budget=256, sinks=4)),
+        ("window+sinks:256", KVPolicy("window+sinks", budget=256, sinks=4)),
+        ("window+sinks:256:sinks=1", KVPolicy("window+sinks", budget=256, sinks=1)),
+        ("h2o:1/8", KVPolicy("h2o", keep_ratio=Fraction(1, 8), recent=Fraction(1, 2))),
+        ("h2o:64:recent=8", KVPolicy("h2o", budget=64, recent=8)),
+        ("tova-head:1.0", KVPolicy("tova-head", keep_ratio=Fraction(1))),
+        ("random:0.5:seed=3", KVPolicy("random", keep_ratio=Fraction(1, 2), seed=3)),
+        ("full", KVPolicy("full")),
     ],
 )
-def test_policies_are_read_back(text: str, expected: PolicySize) -> None:
-    assert PolicySize.parse(text) == expected
+def test_policies_are_read_back(text: str, expected: KVPolicy) -> None:
+    assert KVPolicy.parse(text) == expected
+    assert KVPolicy.parse(str(expected)) == expected
+
+
+def test_an_amount_for_a_policy_without_one() -> None:
+    assert KVPolicy.parse("l2:skip=3", Fraction(1, 4)) == KVPolicy.parse("l2:1/4:skip=3")
+    assert KVPolicy.parse("tova", 7) == KVPolicy.parse("tova:9").at(7)
+    assert KVPolicy.parse("full", Fraction(1, 8)) == KVPolicy.parse("full").at(3) == KVPolicy("full")
+    with pytest.raises(InputError, match="already"):
+        KVPolicy.parse("tova:9", 7)
