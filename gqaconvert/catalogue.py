@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any, Literal
 
+from gqaconvert.errors import InputError
 from gqaconvert.families import Family, Part, all_families
 from gqaconvert.families.builtin import FAMILIES, REFUSED_TYPES
 from gqaconvert.families.family import Form
@@ -59,6 +61,22 @@ class FamilyFacts:
 def catalogue() -> tuple[FamilyFacts, ...]:
     """Every family, plug-ins included, in the order of their declaration."""
     return tuple(_facts(family) for family in all_families())
+
+
+def facts_of(name: str) -> tuple[FamilyFacts, ...]:
+    """The families with this name or model_type.
+
+    Raises:
+        InputError: there is none; the closest names, or the reason of a refusal, are in the message.
+    """
+    every = catalogue()
+    if found := tuple(facts for facts in every if name == facts.name or name in facts.model_types):
+        return found
+    if name in REFUSED_TYPES:
+        raise InputError(f"{name} is refused: {REFUSED_TYPES[name]}")
+    known = sorted({each for facts in every for each in (facts.name, *facts.model_types)})
+    close = get_close_matches(name, known, n=3)
+    raise InputError(f"no family {name!r}", hint=f"closest: {', '.join(close)}" if close else "gqaconvert families")
 
 
 def document() -> dict[str, Any]:
@@ -164,7 +182,20 @@ _ORDER: tuple[Kind, ...] = (
 
 
 def _name(facts: FamilyFacts) -> str:
+    told = ", ".join(f"{key}: {str(value).lower()}" for key, value in facts.when.items())
     types = ", ".join(facts.model_types)
-    return (
-        types if not facts.when else f"{types} ({', '.join(f'{k}: {str(v).lower()}' for k, v in facts.when.items())})"
-    )
+    return f"{types} ({told})" if told else types
+
+
+def write_table(readme: str) -> str:
+    """A README with its table brought up to date, between the markers."""
+    head, rest = readme.split(BEGIN)
+    return f"{head}{BEGIN}\n{markdown()}{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    path = Path(sys.argv[1])
+    path.write_text(write_table(path.read_text()))

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from gqaconvert import __version__
 from gqaconvert.cli.convert import convert_command
 from gqaconvert.cli.estimate import estimate_command
+from gqaconvert.cli.families import families_command
 from gqaconvert.cli.inspect import inspect_command
 from gqaconvert.cli.output import note
 from gqaconvert.cli.uptrain import trainers_command, uptrain_command
@@ -81,6 +82,7 @@ def root(
 
 app.command("inspect")(inspect_command)
 app.command("convert")(convert_command)
+app.command("families")(families_command)
 app.command("estimate")(estimate_command)
 app.command("validate")(validate_command)
 app.command("uptrain")(uptrain_command)

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from gqaconvert.checkpoint.files import LocalFolder
+from gqaconvert.checkpoint.index import read_json
 from gqaconvert.errors import UnsupportedModelError
+from gqaconvert.families import family_of
 from gqaconvert.families.config import ModelConfig
 from gqaconvert.families.family import Family, Layout, Part
 
@@ -96,3 +99,15 @@ def model_class(family: Family, config: ModelConfig) -> Any:  # noqa: ANN401
     if stock not in family.classes.values():
         raise UnsupportedModelError(f"there is no modelling file of ours for the class {stock}")
     return type(PREFIX + stock, (GroupedQueryMixin, getattr(transformers, stock)), attributes(family))
+
+
+def class_of_ours(folder: LocalFolder) -> Any | None:  # noqa: ANN401
+    """For a folder with a modelling file of ours, the same class from this package; else None.
+
+    So a folder's code is never run. Needs transformers.
+
+    Raises:
+        CheckpointError: the folder has no readable config.json.
+    """
+    config = ModelConfig.of(read_json(folder, "config.json"))
+    return model_class(family_of(config), config) if has_shipped_code(config) else None

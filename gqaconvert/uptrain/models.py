@@ -11,6 +11,7 @@ from torch import nn
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from gqaconvert.families import Part
+from gqaconvert.families.shipped import class_of_ours
 from gqaconvert.inspection import read_checkpoint
 from gqaconvert.uptrain.job import Job, Trainable
 from gqaconvert.uptrain.packing import require_apart
@@ -50,6 +51,7 @@ def load_model(folder: Path) -> Any:  # noqa: ANN401
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # T5 begins with its padding
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        auto = class_of_ours(LocalFolder.open(folder)) or auto
         with quiet():
             model, info = auto.from_pretrained(
                 folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,

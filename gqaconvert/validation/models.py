@@ -14,12 +14,9 @@ from torch import Tensor
 
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import Transposed
-from gqaconvert.checkpoint.index import read_json
 from gqaconvert.errors import CheckpointError, MissingExtraError
-from gqaconvert.families import Part, family_of
-from gqaconvert.families.config import ModelConfig
-from gqaconvert.families.shipped import has_shipped_code, model_class
-from gqaconvert.sidecars import CONFIG
+from gqaconvert.families import Part
+from gqaconvert.families.shipped import class_of_ours
 from gqaconvert.validation.compare import recomputed
 from gqaconvert.validation.numbers import nearest
 from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
@@ -45,7 +42,7 @@ def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = (_class_of_ours(folder) or AutoModelForCausalLM).from_pretrained(
+        loaded: Any = (class_of_ours(folder) or AutoModelForCausalLM).from_pretrained(
             folder.root, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
             local_files_only=True, use_safetensors=True,
         )  # fmt: skip
@@ -59,12 +56,6 @@ def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
     model, info = loaded
     faults = [f"{kind.replace('_', ' ')}: {key}" for kind, keys in info.items() for key in sorted(map(str, keys or ()))]
     return model.eval(), faults
-
-
-def _class_of_ours(folder: LocalFolder) -> Any | None:  # noqa: ANN401
-    """For a folder with a modelling file of ours: the same class from this package. A folder's code is never run."""
-    config = ModelConfig.of(read_json(folder, CONFIG))
-    return model_class(family_of(config), config) if has_shipped_code(config) else None
 
 
 def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401
