@@ -96,7 +96,7 @@ class TransformersTrainer:
 
         if job.threads:
             torch.set_num_threads(job.threads)
-        from gqaconvert.uptrain.models import quiet
+        from gqaconvert.stock import quiet
 
         with quiet():
             return _trained(job, on_event)

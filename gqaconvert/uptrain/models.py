@@ -1,7 +1,5 @@
 """Models for training: the stock class in float32, what of it is trained, and the teacher."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,59 +9,27 @@ from torch import nn
 from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from gqaconvert.families import Part
-from gqaconvert.families.shipped import class_of_ours
 from gqaconvert.inspection import read_checkpoint
+from gqaconvert.stock import load_stock
 from gqaconvert.uptrain.job import Job, Trainable
 from gqaconvert.uptrain.packing import require_apart
 
 _KV = (Part.KEY, Part.VALUE, Part.QKV, Part.KEY_NORM, Part.KEY_NORM_LIST)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No advice and no bars of transformers on the terminal; its errors remain."""
-    from transformers.utils import logging
-
-    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def load_model(folder: Path) -> Any:  # noqa: ANN401
-    """The stock model of a folder in float32, in training mode, without a cache.
+    """The stock model of a folder in float32, in training mode.
 
     Raises:
         MissingExtraError: transformers is not installed.
         CheckpointError: transformers refuses the folder, or has to make up weights.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    except ImportError:
-        raise MissingExtraError("transformers", "transformers") from None
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id  # T5 begins with its padding
-        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        auto = class_of_ours(LocalFolder.open(folder)) or auto
-        with quiet():
-            model, info = auto.from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True,
-                output_loading_info=True,
-            )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"transformers cannot load {folder}: {' '.join(str(error).split())[:300]}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info[kind]:
-            raise CheckpointError(
-                f"{folder} does not fit its stock class: {kind.replace('_', ' ')} {sorted(map(str, info[kind]))[:3]}"
-            )
+    model, faults = load_stock(LocalFolder.open(folder))
+    if made_up := [fault for fault in faults if fault.startswith(("missing", "mismatched"))]:
+        raise CheckpointError(f"{folder} does not fit its stock class: {', '.join(made_up[:3])}")
+    config = model.config
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # T5 begins with its padding
     return model.train()
 
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gqaconvert.errors import StorageError
 from gqaconvert.kvcache.costs import GPUS
+from gqaconvert.stock import quiet
 from gqaconvert.uptrain.checkpoints import (
     checkpoint_folder,
     last_complete,
@@ -41,7 +42,7 @@ from gqaconvert.uptrain.data import open_parts
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 from gqaconvert.uptrain.loss import cross_entropy, loss_sums, model_inputs
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
-from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model, quiet
+from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model
 from gqaconvert.uptrain.packing import IGNORED, Batch
 from gqaconvert.uptrain.processes import Stopper, catch_signals, is_launched, join
 from gqaconvert.uptrain.schedule import learning_rate

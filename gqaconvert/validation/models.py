@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gqaconvert.checkpoint.files import LocalFolder
 from gqaconvert.checkpoint.headers import Transposed
-from gqaconvert.errors import CheckpointError, MissingExtraError
+from gqaconvert.errors import CheckpointError
 from gqaconvert.families import Part
-from gqaconvert.families.shipped import class_of_ours
 from gqaconvert.validation.compare import recomputed
 from gqaconvert.validation.numbers import nearest
 from gqaconvert.validation.rows import COMPUTED, ExpectedTensor, Segment, head_rows, members
@@ -24,38 +22,6 @@ from gqaconvert.validation.shards import Shards, torch_type
 
 if TYPE_CHECKING:
     from gqaconvert.validation.pair import Pair
-
-
-def load_strictly(folder: LocalFolder) -> tuple[Any, list[str]]:
-    """The stock model in float32, and what its loader had to make up or drop.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        CheckpointError: transformers refuses the folder.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise MissingExtraError("transformers", "transformers") from None
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = (class_of_ours(folder) or AutoModelForCausalLM).from_pretrained(
-            folder.root, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            local_files_only=True, use_safetensors=True,
-        )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"transformers cannot load {folder.root}: {' '.join(str(error).split())[:300]}"
-        ) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    model, info = loaded
-    faults = [f"{kind.replace('_', ' ')}: {key}" for kind, keys in info.items() for key in sorted(map(str, keys or ()))]
-    return model.eval(), faults
 
 
 def expand(model: Any, pair: Pair) -> None:  # noqa: ANN401

@@ -124,8 +124,8 @@ def _level(settings: Settings, *, alone: bool) -> tuple[Level, bool]:
 
 
 def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool) -> tuple[list[Check], Quality | None]:
+    from gqaconvert.stock import load_stock
     from gqaconvert.validation.logits_level import validate_logits
-    from gqaconvert.validation.models import load_strictly
 
     if pair.config.raw.get("is_encoder_decoder"):
         return [skipped("logits.loading", "an encoder-decoder: logits are compared for decoders only")], None
@@ -136,10 +136,10 @@ def _run_models(pair: Pair, settings: Settings, level: Level, *, defaulted: bool
         return [skipped("logits.loading", lack)], None
     name, begun = "logits.loading", monotonic()
     try:
-        model, faults = load_strictly(pair.folder)
+        model, faults = load_stock(pair.folder, attention="eager")
     except CheckpointError as error:
         return [verdict(name, [error.message], "", "the stock loader refuses the folder")], None
-    source, _ = load_strictly(pair.source_folder)
+    source, _ = load_stock(pair.source_folder, attention="eager")
     good = "the stock class takes every tensor and misses none"
     checks = [verdict(name, faults, good, "the stock class does not fit", seconds=monotonic() - begun)]
     quality: Quality | None = None
