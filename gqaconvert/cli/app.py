@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from gqaconvert import __version__
 from gqaconvert.cli.convert import convert_command
 from gqaconvert.cli.estimate import estimate_command
+from gqaconvert.cli.evaluate import evaluate_command
 from gqaconvert.cli.families import families_command
 from gqaconvert.cli.inspect import inspect_command
 from gqaconvert.cli.output import note
@@ -85,6 +86,7 @@ app.command("convert")(convert_command)
 app.command("families")(families_command)
 app.command("estimate")(estimate_command)
 app.command("validate")(validate_command)
+app.command("evaluate")(evaluate_command)
 app.command("uptrain")(uptrain_command)
 app.command("trainers")(trainers_command)
 

@@ -56,3 +56,21 @@ def byte_progress(label: str, *, show: bool) -> Iterator[tuple[Callable[[int], N
             (lambda total: progress.update(task, total=total)),
             (lambda nbytes: progress.advance(task, nbytes)),
         )
+
+
+@contextmanager
+def count_progress(label: str, *, show: bool) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar of things that are counted, on stderr if it is a terminal; gives (add to the total, advance)."""
+    if not (show and sys.stderr.isatty()):
+        yield (lambda total: None), (lambda count: None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield (
+            (lambda total: progress.update(task, total=(progress.tasks[0].total or 0) + total)),
+            (lambda count: progress.advance(task, count)),
+        )
