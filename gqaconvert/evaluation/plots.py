@@ -95,6 +95,7 @@ def _heat(figure: Any, found: Evaluation) -> None:  # noqa: ANN401
         axis.set_ylabel("KV head")
         axis.set_xlabel("layer")
         axis.set_yticks(range(heads))
+        axis.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=list(axes), label="ALR / chance")
 
 
@@ -112,4 +113,5 @@ def _bars(figure: Any, found: Evaluation) -> None:  # noqa: ANN401
         axis.set_xlabel("layer")
         axis.set_ylabel("nats a token")
         axis.grid(axis="y", alpha=0.3)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize=8)
