@@ -27,14 +27,13 @@ from gqaconvert.inspection import Checkpoint, read_checkpoint, read_provenance
 from gqaconvert.kvcache.costs import GPUS
 from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name, plan_sidecars
 from gqaconvert.uptrain.budget import Budget, Costs, costs, known_base, resolve, shape_of
-from gqaconvert.uptrain.job import Job, Loss, OnEvent, Outcome, Precision, Trainable
+from gqaconvert.uptrain.job import DEFAULT_LEARNING_RATE, Job, Loss, OnEvent, Outcome, Precision, Trainable
 from gqaconvert.uptrain.trainers import check_job, load_trainer, run_job
 
 SCHEMA = "gqaconvert.uptrain/1"
 PROVENANCE_SCHEMA = "gqaconvert.uptrain-provenance/1"
 METRICS, CURVE = "uptraining/metrics.jsonl", "uptraining/loss.png"
 REQUEST = "request.json"
-DEFAULT_LEARNING_RATE = 3e-4
 _FREE = frozenset((
     "run", "tokens", "eval_tokens", "micro_batch", "checkpoint_every", "keep", "max_seconds", "nproc", "threads",
     "report_to", "flops_per_token", "checkpoint_activations",

@@ -11,6 +11,7 @@ import typer
 from gqaconvert.cli.options import Json, Offline, Quiet, Revision, count, duration
 from gqaconvert.cli.output import note, print_json, safe
 from gqaconvert.errors import InputError
+from gqaconvert.uptrain.job import DEFAULT_LEARNING_RATE
 
 if TYPE_CHECKING:
     from gqaconvert.uptraining import UptrainPlan, UptrainResult
@@ -59,7 +60,9 @@ def uptrain_command(
         typer.Option("--teacher", metavar="DIR", help="The unconverted model.", show_default="the recorded source"),
     ] = None,
     trainable: Annotated[str, typer.Option("--trainable", help="all, attention or kv.")] = "all",
-    lr: Annotated[float, typer.Option("--lr", help="Peak learning rate.")] = 3e-4,
+    lr: Annotated[
+        float, typer.Option("--lr", help="Peak learning rate; tiny models take more.")
+    ] = DEFAULT_LEARNING_RATE,
     warmup: Annotated[float, typer.Option("--warmup", help="Part of the steps in which it rises.")] = 0.05,
     decay: Annotated[float, typer.Option("--decay", help="Part of the steps in which it falls to zero.")] = 0.5,
     weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of AdamW, on matrices.")] = 0.0,

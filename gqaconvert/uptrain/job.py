@@ -10,6 +10,8 @@ Loss = Literal["lm", "distill", "mixed"]
 Trainable = Literal["all", "attention", "kv"]
 Precision = Literal["float32", "bfloat16"]
 
+DEFAULT_LEARNING_RATE = 5e-5
+"""Peak, for short runs: 3e-4 damaged a well merged model of 135 M parameters, this improved it at each evaluation."""
 LOSSES: tuple[Loss, ...] = ("lm", "distill", "mixed")
 TRAINABLE: tuple[Trainable, ...] = ("all", "attention", "kv")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
