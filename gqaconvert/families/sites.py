@@ -270,7 +270,10 @@ def _geometry(prefix: str, tensors: list[SiteTensor], heads: int, config: ModelC
         )  # fmt: skip
     named = {part.value: list(shapes[part, "weight"]) for part in (*needed, Part.OUTPUT)}
     if not fits or output_columns != heads * value_dim or heads % kv_heads:
-        raise CheckpointError(f"{prefix}: {heads} query heads (config.json) do not fit the shapes {named}")
+        said = f"{heads} query heads (config.json)"
+        if config.count(family.heads) is None:
+            said = f"{heads} query heads (config.json has no {family.heads[0]}, and its class assumes so many)"
+        raise CheckpointError(f"{prefix}: {said} do not fit the shapes {named}")
     explicit = config.count(HEAD_DIM)
     if explicit is not None and explicit != head_dim:
         raise CheckpointError(f"{prefix}: config.json says head_dim {explicit}, the shapes {named} say {head_dim}")
