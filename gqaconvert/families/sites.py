@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gqaconvert.checkpoint.headers import TensorEntry, Transposed
 from gqaconvert.errors import CheckpointError, HeadCountError, UnsupportedFormatError, UnsupportedModelError
-from gqaconvert.families.config import HEAD_DIM, HIDDEN, KV_HEADS, ModelConfig
+from gqaconvert.families.config import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ModelConfig
 from gqaconvert.families.family import KV_HEADS as COUNT
 from gqaconvert.families.family import Count, Default, Family, Form, Layout, Part
 from gqaconvert.families.shipped import shipped_keys, stock_class
@@ -271,8 +271,8 @@ def _geometry(prefix: str, tensors: list[SiteTensor], heads: int, config: ModelC
     named = {part.value: list(shapes[part, "weight"]) for part in (*needed, Part.OUTPUT)}
     if not fits or output_columns != heads * value_dim or heads % kv_heads:
         said = f"{heads} query heads (config.json)"
-        if config.count(family.heads) is None:
-            said = f"{heads} query heads (config.json has no {family.heads[0]}, and its class assumes so many)"
+        if config.count(HEADS) is None:
+            said = f"{heads} query heads (config.json has no {HEADS[0]}, and its class assumes so many)"
         raise CheckpointError(f"{prefix}: {said} do not fit the shapes {named}")
     explicit = config.count(HEAD_DIM)
     if explicit is not None and explicit != head_dim:
