@@ -183,7 +183,7 @@ def _advice_on_norms(norms: list[LayerNorms]) -> Iterator[str]:
         told += ", ".join(f"{found.layer} ({found.mean:.2f})" for found in poor)
         if chance:
             skip = ",".join(map(str, chance))
-            told += f"; norms say nothing in {len(chance)} layers: l2 should leave them alone (l2:1/2:skip={skip})"
+            told += f"; norms say nothing in layers {skip}: l2 should leave them alone (l2:1/2:skip={skip})"
         else:
             told += "; in every layer norms are better than chance"
         yield told
