@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ def plan_uptraining(
     Raises:
         GqaConvertError: whatever forbids the run.
     """
+    if find_spec("transformers") is None:
+        raise MissingExtraError("transformers", "transformers")
     target = located(destination)
     if not data:
         raise InputError("no data to train on", hint="--data FILE, a folder, a glob, or hub:NAME")

@@ -2,6 +2,7 @@
 
 import gc
 import traceback
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -96,4 +97,6 @@ def main() -> None:
     # An index makes hundreds of thousands of small objects that all stay; the cyclic collector would walk them for a
     # second, again and again.
     gc.set_threshold(100_000, 20, 100)
+    # The core needs no numpy, and torch says at its import that there is none.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     app()

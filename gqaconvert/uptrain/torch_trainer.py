@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 from typing import ClassVar
 
-from gqaconvert.errors import MissingExtraError
 from gqaconvert.uptrain.job import LOSSES, TRAINABLE, Capabilities, Job, OnEvent, Outcome
 from gqaconvert.uptrain.processes import torchrun, world_size
 from gqaconvert.uptrain.trackers import TRACKERS
@@ -21,8 +20,6 @@ class TorchTrainer:
     def check(self, job: Job) -> list[str]:
         """What would go wrong, without side effects."""
         problems = [f"the trainer torch has no option {name!r}" for name in sorted(job.backend_options)]
-        if find_spec("transformers") is None:
-            problems.append(MissingExtraError("transformers", "transformers").message)
         if job.batch_size % world_size(job):
             problems.append(f"a batch of {job.batch_size} is no multiple of {world_size(job)} processes")
         problems += [

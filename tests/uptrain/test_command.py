@@ -242,6 +242,12 @@ def test_bad_input_is_named_and_nothing_is_written(place: Path, model: Path, tok
     assert "the loss is" in refused("--steps", 4, "--lr", "1e30", "--restart", "--quiet", code=1)
 
 
+def test_without_transformers(model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqaconvert.uptraining.find_spec", lambda name: None)
+    message = fails(3, "uptrain", model, "--out", tmp_path / "out", "--data", tokens, "--steps", 1)
+    assert "pip install 'gqaconvert[transformers]'" in message
+
+
 def test_a_plug_in_and_a_broken_one(place: Path, model: Path, tokens: Path) -> None:
     packages, source = place / "packages", shutil.copytree(PLUGIN, place / "plugin")
     assert len((source / "gqaconvert_sgd.py").read_text().splitlines()) < 60
