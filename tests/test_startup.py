@@ -62,6 +62,36 @@ def test_what_needs_no_tensors_imports_no_torch(tmp_path: Path, source: Path, co
     assert not modules & HEAVY
 
 
+@pytest.mark.parametrize("command", ["inspect SRC", "inspect SRC --json", "--help", "inspect --help"])
+def test_inspect_waits_for_nothing_it_does_not_use(tmp_path: Path, source: Path, command: str) -> None:
+    record = tmp_path / "modules.json"
+    words = [word.replace("SRC", str(source)) for word in command.split()]
+    subprocess.run([sys.executable, "-c", REPORT, str(record), *words], capture_output=True, check=True, timeout=60)
+    modules = set(json.loads(record.read_text()))
+    assert "typer" in modules
+    assert not modules & {"pydantic", "pydantic_core", "email"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("inspect", 2, "missing argument"), ("inspect SRC --family", 2, "--family"), ("inspect SRC --family nothing", 2, "nothing"),
+        ("inspect SRC --revision", 2, "--revision"), ("inspect SRC again", 2, "again"), ("inspect -h", 0, "--family"),
+        ("--version", 0, "gqaconvert "), ("convert SRC DST --kv-heads many", 2, "integer"), ("nothing", 2, "nothing"),
+    ],
+)  # fmt: skip
+def test_quick_parameters_refuse_what_thorough_ones_do(
+    tmp_path: Path, source: Path, command: str, code: int, said: str
+) -> None:
+    words = [word.replace("SRC", str(source)).replace("DST", str(tmp_path / "target")) for word in command.split()]
+    ended = subprocess.run(
+        [sys.executable, "-m", "gqaconvert", *words], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == code, ended.stderr
+    assert said.lower() in (ended.stderr + ended.stdout).lower()
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_package_imports_no_torch() -> None:
     script = "import gqaconvert, sys; assert gqaconvert.__version__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -15,6 +15,7 @@ from gqaconvert.cli.evaluate import evaluate_command
 from gqaconvert.cli.families import families_command
 from gqaconvert.cli.inspect import inspect_command
 from gqaconvert.cli.output import note
+from gqaconvert.cli.quick import QuickCommand, QuickParameters
 from gqaconvert.cli.uptrain import trainers_command, uptrain_command
 from gqaconvert.cli.validate import validate_command
 from gqaconvert.errors import GqaConvertError
@@ -23,7 +24,7 @@ INTERRUPTED = 130
 ENVIRONMENT = 3
 
 
-class ErrorGroup(TyperGroup):
+class ErrorGroup(QuickParameters, TyperGroup):
     """Prints deliberate errors as one line and a hint, and exits with their code; bugs keep their traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
@@ -82,14 +83,14 @@ def root(
     """Turn a multi-head-attention checkpoint into a grouped-query (GQA) or multi-query (MQA) one."""
 
 
-app.command("inspect")(inspect_command)
-app.command("convert")(convert_command)
-app.command("families")(families_command)
-app.command("estimate")(estimate_command)
-app.command("validate")(validate_command)
-app.command("evaluate")(evaluate_command)
-app.command("uptrain")(uptrain_command)
-app.command("trainers")(trainers_command)
+app.command("inspect", cls=QuickCommand)(inspect_command)
+app.command("convert", cls=QuickCommand)(convert_command)
+app.command("families", cls=QuickCommand)(families_command)
+app.command("estimate", cls=QuickCommand)(estimate_command)
+app.command("validate", cls=QuickCommand)(validate_command)
+app.command("evaluate", cls=QuickCommand)(evaluate_command)
+app.command("uptrain", cls=QuickCommand)(uptrain_command)
+app.command("trainers", cls=QuickCommand)(trainers_command)
 
 
 def main() -> None:

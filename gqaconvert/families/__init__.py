@@ -1,8 +1,8 @@
 """Model families as data, and how a checkpoint finds its own."""
 
 import difflib
+from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
 
 from gqaconvert.errors import InputError, UnsupportedModelError
 from gqaconvert.families.builtin import FAMILIES, REFUSED_TYPES
@@ -31,6 +31,8 @@ def all_families() -> tuple[Family, ...]:
     Raises:
         InputError: a plug-in cannot be imported, or takes a built-in's name.
     """
+    from importlib.metadata import entry_points  # the email package comes with it
+
     families = {family.name: family for family in FAMILIES}
     for point in entry_points(group=ENTRY_POINTS):
         try:
@@ -41,6 +43,12 @@ def all_families() -> tuple[Family, ...]:
             raise InputError(f"the family plug-in {point.name!r} ({point.value}) is no new Family")
         families[family.name] = family
     return tuple(families.values())
+
+
+def _built_in_first() -> Iterator[Family]:
+    """All families; plug-ins are asked for only by who goes on beyond the built-in ones."""
+    yield from FAMILIES
+    yield from all_families()[len(FAMILIES) :]
 
 
 def get_family(name: str) -> Family:
@@ -64,7 +72,7 @@ def family_of(config: ModelConfig) -> Family:
     model_type = config.model_type
     if not model_type:
         raise UnsupportedModelError("config.json has no model_type", hint="--family NAME says what it is")
-    for family in all_families():
+    for family in _built_in_first():
         if model_type in family.model_types and config.matches(family.when, family.defaults):
             return family
     if model_type in REFUSED_TYPES:
