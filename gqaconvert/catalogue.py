@@ -13,7 +13,7 @@ from gqaconvert.families.family import Form
 from gqaconvert.merge import POOLING, SITE_METHODS
 
 SCHEMA = "gqaconvert.families/1"
-TRANSFORMERS = "5.24"
+TRANSFORMERS = "5.25"
 """The version of transformers that the built-in families are tested with."""
 
 Kind = Literal["stock", "stock or shipped code", "shipped code", "publisher's code", "expanded only", "refused"]

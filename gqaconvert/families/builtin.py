@@ -1,6 +1,6 @@
 """Every built-in family, as data.
 
-Checked against the stock classes of transformers 5.24: strict load and logits of the converted model against the
+Checked against the stock classes of transformers 5.25: strict load and logits of the converted model against the
 source with each group's heads replaced by their mean (tests/families).
 """
 
@@ -27,8 +27,8 @@ FALCON_SOME = Form(
 FALCON_ALL = Form({"multi_query": False, "num_kv_heads": KV_HEADS}, frozenset({"all"}), Layout.GROUPS)
 
 FALCON_CAUTION = (
-    "stock transformers repeats Falcon's KV heads before it caches them, unless there is only one: with 1 < KV heads < "
-    "query heads the weights shrink, its cache does not"
+    "transformers before 5.25 repeats Falcon's KV heads before it caches them, unless there is only one: with "
+    "1 < KV heads < query heads the weights shrink, its cache does not"
 )
 
 CLIP_CAUTION = "clip_qkv: the mean of clipped keys is not the clipped mean of the keys"

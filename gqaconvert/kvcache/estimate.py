@@ -262,8 +262,6 @@ def _settings(config: ModelConfig, model: CacheModel, question: Question, notes:
         settings = replace(settings, encoder_tokens=encoder)
     elif question.encoder_tokens is not None:
         raise InputError("--encoder-tokens: the model has no cross attention")
-    if settings.runtime == "engine" and model.repeats(model.num_key_value_heads or 1):
-        notes.append("stock transformers repeats Falcon's KV heads before caching: --runtime transformers counts that")
     return settings
 
 

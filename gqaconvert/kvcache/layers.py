@@ -12,8 +12,7 @@ Runtime = Literal["engine", "transformers"]
 """``engine``: what serving engines have to keep. ``transformers``: what its DynamicCache holds. They differ:
 
 a window of W tokens is W entries in an engine and W - 1 in transformers (the newest token is at hand when it is
-needed), a convolution of width k is k - 1 columns in an engine and k in transformers, and Falcon's stock class
-repeats KV heads before it caches them.
+needed), and a convolution of width k is k - 1 columns in an engine and k in transformers.
 """
 
 
@@ -134,8 +133,6 @@ class CacheModel:
         pattern: where the order of the layer kinds is from, for people.
         context: the longest sequence that the model was made for, None if the config does not say.
         encoder_tokens: the encoder's longest output, None if there is no encoder or no limit.
-        repeats_heads: transformers' class caches all query heads unless there is one KV head (Falcon).
-        repeats_one_head: and even then (Falcon's new decoder architecture).
     """
 
     model_type: str
@@ -146,12 +143,6 @@ class CacheModel:
     pattern: str
     context: int | None = None
     encoder_tokens: int | None = None
-    repeats_heads: bool = False
-    repeats_one_head: bool = False
-
-    def repeats(self, kv_heads: int) -> bool:
-        """Whether transformers' class repeats so many KV heads up to the query heads before it caches them."""
-        return self.repeats_heads and (kv_heads > 1 or self.repeats_one_head)
 
     def with_kv_heads(self, count: int) -> "CacheModel":
         """The same model with another number of KV heads in all its self-attention layers."""
@@ -197,22 +188,19 @@ def cache_size(model: CacheModel, tokens: int, batch: int, settings: CacheSettin
     parts = dict.fromkeys(PARTS, 0)
     growth = 0
     for layer in model.layers:
-        kind, held, unevicted = _layer_bytes(layer, tokens, model, settings)
+        kind, held, unevicted = _layer_bytes(layer, tokens, settings)
         parts[kind] += held * batch * settings.tensor_parallel
         growth = max(growth, (unevicted - held) * batch * settings.tensor_parallel)
     total = sum(parts.values())
     return CacheSize(parts, total // settings.tensor_parallel, total + growth)
 
 
-def _layer_bytes(layer: CacheLayer, tokens: int, model: CacheModel, settings: CacheSettings) -> tuple[str, int, int]:
+def _layer_bytes(layer: CacheLayer, tokens: int, settings: CacheSettings) -> tuple[str, int, int]:
     """Kind, bytes for one sequence on one device, and the same without eviction."""
     devices = settings.tensor_parallel
     match layer:
         case AttentionCache():
-            heads = layer.kv_heads
-            if settings.runtime == "transformers" and model.repeats(heads):
-                heads = model.num_attention_heads
-            token = _shard(heads, devices) * _pair(layer.key_dim, layer.value_dim, settings)
+            token = _shard(layer.kv_heads, devices) * _pair(layer.key_dim, layer.value_dim, settings)
             if layer.window is not None:
                 # transformers cuts to [-window + 1:], which keeps everything if the window is 1.
                 window = layer.window - 1 if settings.runtime == "transformers" else layer.window

@@ -1,6 +1,6 @@
 """From config.json to what a model caches. What is not known here is refused: a wrong size is worse than none.
 
-The defaults of absent keys and the orders of layer kinds are those of the config classes of transformers 5.24; tests
+The defaults of absent keys and the orders of layer kinds are those of the config classes of transformers 5.25; tests
 compare them.
 """
 
@@ -175,8 +175,6 @@ def _decoder(config: ModelConfig, kind: str, rule: _Rule, layers: int, heads: in
         pattern += f"; the last {layers - own} layers share the KV of earlier ones"
     return CacheModel(
         config.model_type, heads, kv_heads, layers, tuple(held), pattern, _context(config, _CONTEXT),
-        repeats_heads=kind in ("falcon", "RefinedWebModel"),
-        repeats_one_head=bool(config.text.get("new_decoder_architecture", False)),
     )  # fmt: skip
 
 

@@ -164,6 +164,10 @@ def _admitted(model: Any, policy: KVPolicy) -> tuple[Any, Applied]:  # noqa: ANN
         raise UnsupportedModelError(f"{name}: layers share keys and values, so what one evicts another would miss")
     if not decoder._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} computes attention in code of its own, where a policy cannot decide")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{name}: its position biases (ALiBi) differ between heads, a policy's mask does not"
+        )
     layers = DynamicCache(config=config).layers
     if any(number >= len(layers) for number in policy.skip_layers):
         raise InputError(f"policy {policy}: the model has only {len(layers)} layers")

@@ -96,8 +96,6 @@ class Case:
         refused: targets that must be refused.
         may_change: pattern of the tensor names that hold K or V and so may differ from the source.
         config_keys: keys of ``config.json`` that may differ from the source.
-        cache_holds_query_heads: targets for which the stock class repeats K/V up to the query heads before it
-            stores them, so that fewer K/V heads shrink the weights and not the cache.
         attention_layers: layers that cache keys and values, None for all.
         rewrites_queries: whether methods that rewrite whole attention modules apply.
         note: why the case is here.
@@ -113,7 +111,6 @@ class Case:
     refused: tuple[int, ...] = ()
     may_change: str = SEPARATE_TENSORS
     config_keys: frozenset[str] = frozenset({"num_key_value_heads"})
-    cache_holds_query_heads: tuple[int, ...] = ()
     attention_layers: int | None = None
     rewrites_queries: bool = True
     note: str = ""
@@ -308,7 +305,6 @@ CASES: tuple[Case, ...] = (
         layout=interleaved("query_key_value"),
         may_change=FALCON_TENSORS,
         config_keys=frozenset({"num_kv_heads"}),
-        cache_holds_query_heads=(4, 2, 1),
         refused=(3,),
     ),
     Case(
@@ -319,7 +315,6 @@ CASES: tuple[Case, ...] = (
         layout=interleaved("query_key_value"),
         may_change=FALCON_TENSORS,
         config_keys=FALCON_KEYS,
-        cache_holds_query_heads=(4, 2),
         note="one K/V head is the multi_query form, 2 and 4 the new decoder architecture with one LayerNorm",
     ),
     Case(
@@ -475,7 +470,6 @@ CASES: tuple[Case, ...] = (
         targets=(2, 1, 8),
         may_change=FALCON_TENSORS,
         config_keys=frozenset({"num_kv_heads"}),
-        cache_holds_query_heads=(2, 1),
         note="the query rows move too: groups of 2 become groups of 4, 8 or 1",
     ),
 )

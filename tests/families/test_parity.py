@@ -173,13 +173,12 @@ def test_greedy_generation_with_cache(conversion: Conversion) -> None:
 @pytest.mark.parametrize("conversion", PAIRS, indirect=True)
 def test_cache_holds_the_pooled_heads(conversion: Conversion) -> None:
     case, target = conversion.case, conversion.target
-    stored_heads = QUERY_HEADS if target in case.cache_holds_query_heads else target
     distinct_heads = min(target, case.kv_heads)
     cached, expected = _cache(conversion.model), _cache(conversion.reference)
     layers = case.attention_layers or conversion.model.config.num_hidden_layers
     assert len(cached) == len(expected) == 2 * layers
     for tensor, reference in zip(cached, expected, strict=True):
-        assert tensor.shape[1] == stored_heads
+        assert tensor.shape[1] == target
         heads = tensor.repeat_interleave(QUERY_HEADS // tensor.shape[1], dim=1)
         pooled = reference.repeat_interleave(QUERY_HEADS // reference.shape[1], dim=1)
         assert (heads - pooled).abs().max() <= TOLERANCE * max(1.0, pooled.abs().max().item())
