@@ -637,7 +637,7 @@ def test_a_second_run_to_the_same_destination_is_refused(tmp_path: Path) -> None
 
 
 def test_ctrl_c_leaves_something_to_resume(tmp_path: Path) -> None:
-    source = big_llama_checkpoint(tmp_path / "source", 0.05, shards=3)
+    source = big_llama_checkpoint(tmp_path / "source", 0.4, shards=8)
     target = tmp_path / "target"
     running = start("convert", source, target, "--kv-heads", 2)
     wait_until(lambda: any(tmp_path.glob(".*/model/*.safetensors")), running)

@@ -18,9 +18,9 @@ BYTES = {
     ("mistral", 2): 2 * 2 * 4 * 128,
     ("gemma2", 2): 2 * 2 * (4 + 48) * 128,
     ("cohere2", 2): 2 * (3 * 4 + 48) * 96,
-    ("falcon_mha", 4): 2 * 8 * 48 * 96,
+    ("falcon_mha", 4): 2 * 4 * 48 * 96,
     ("falcon_mha", 1): 2 * 1 * 48 * 96,
-    ("falcon_new_decoder", 1): 2 * 8 * 48 * 96,
+    ("falcon_new_decoder", 1): 2 * 1 * 48 * 96,
 }
 
 
@@ -35,11 +35,12 @@ def test_bytes(tmp_path: Path, name: str, target: int) -> None:
     assert (check["status"], check["figures"]) == ("passed", {"measured": wanted, "estimate": wanted})
 
 
-def test_a_cache_of_another_size(tmp_path: Path) -> None:
-    """Of the source, whose class keeps 8 heads where the output's keeps one."""
-    case = next(case for case in CASES if case.name == "falcon_mha")
+@pytest.mark.parametrize(("name", "status"), [("llama", "failed"), ("falcon_mha", "skipped")])
+def test_a_cache_of_another_size(tmp_path: Path, name: str, status: str) -> None:
+    """Of the source, which keeps 8 heads where the output keeps one; so did Falcon's older class of any output."""
+    case = next(case for case in CASES if case.name == name)
     case.build().save_pretrained(tmp_path / "source")
     source = LocalFolder.open(tmp_path / "source")
     pair = open_pair(source, LocalFolder.open(convert(source.root, tmp_path / "out", "--kv-heads", 1)))
     model, _ = load_stock(source, attention="eager")
-    assert check_cache(pair, cache_of(model(torch.arange(48)[None], use_cache=True)), 48).status == "failed"
+    assert check_cache(pair, cache_of(model(torch.arange(48)[None], use_cache=True)), 48).status == status
