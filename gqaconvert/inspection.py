@@ -12,7 +12,6 @@ from gqaconvert.errors import CheckpointError, GqaConvertError, UnsupportedForma
 from gqaconvert.families import Family, Part, family_of, get_family
 from gqaconvert.families.config import LAYERS, ModelConfig
 from gqaconvert.families.sites import AttentionGeometry, AttentionSite, find_sites, legal_kv_heads
-from gqaconvert.merge.freedom import rotary_fraction
 from gqaconvert.sidecars import CONFIG, PROVENANCE
 
 SCHEMA = "gqaconvert.inspect/1"
@@ -226,7 +225,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         biases=tuple(t.name for t in site.tensors if t.leaf == "bias" and "norm" not in t.part.value) if site else (),
         norms=tuple(name for name in family.parts if name in inner_names and "norm" in name) if family else (),
         position=family.position.value if family and site else None,
-        rotary_fraction=rotary_fraction(family, config, geometry.head_dim) if family and geometry else None,
+        rotary_fraction=family.rotary_part(config, geometry.head_dim) if family and geometry else None,
         sliding_window=window if isinstance(window, int) and not isinstance(window, bool) else None,
         tied_embeddings=bool(config.raw.get("tie_word_embeddings", config.text.get("tie_word_embeddings", False))),
         parameters=sum(entry.numel for entry in index.entries.values()),

@@ -15,26 +15,23 @@ GENERATED = frozenset((CONFIG, PROVENANCE, CARD, FILE))
 
 # A deny-list: an allow-list would one day miss a processor's or a template's file. What is denied is either weights
 # (in any format) or the state of a training run that these weights no longer belong to.
-_LEFT_OUT: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), reason)
-    for pattern, reason in (
-        (r"(.*/)?[^/]*\.safetensors(\.index\.json)?", "weights that are not part of the checkpoint"),
-        (
-            r"(.*/)?[^/]*\.(gguf|onnx|onnx_data|h5|msgpack|tflite|ot|npz|ckpt|distcp|mlmodel|engine)",
-            "weights in another format",
-        ),
-        (
-            r"(.*/)?(optimizer|scheduler|rng_state.*|training_args|scaler|random_states.*)\.(pt|pth|bin|pkl)",
-            "training state",
-        ),
-        (r"(.*/)?trainer_state\.json", "training state"),
-        (r"(.*/)?[^/]*\.(bin|pt|pth|pkl|pickle)(\.index\.json)?", "pickled data"),
-        (r"original/.*", "a second copy of the model in Meta's layout"),
-        (
-            r"adapter_config\.json",
-            "an adapter's config beside full weights: loaders would take the folder for an adapter",
-        ),
-    )
+_LEFT_OUT: tuple[tuple[str, str], ...] = (
+    (r"(.*/)?[^/]*\.safetensors(\.index\.json)?", "weights that are not part of the checkpoint"),
+    (
+        r"(.*/)?[^/]*\.(gguf|onnx|onnx_data|h5|msgpack|tflite|ot|npz|ckpt|distcp|mlmodel|engine)",
+        "weights in another format",
+    ),
+    (
+        r"(.*/)?(optimizer|scheduler|rng_state.*|training_args|scaler|random_states.*)\.(pt|pth|bin|pkl)",
+        "training state",
+    ),
+    (r"(.*/)?trainer_state\.json", "training state"),
+    (r"(.*/)?[^/]*\.(bin|pt|pth|pkl|pickle)(\.index\.json)?", "pickled data"),
+    (r"original/.*", "a second copy of the model in Meta's layout"),
+    (
+        r"adapter_config\.json",
+        "an adapter's config beside full weights: loaders would take the folder for an adapter",
+    ),
 )
 
 
@@ -59,7 +56,7 @@ def plan_sidecars(index: CheckpointIndex) -> Sidecars:
     for name in index.files.sizes:
         if name in used:
             continue
-        reason = next((reason for pattern, reason in _LEFT_OUT if pattern.fullmatch(name)), None)
+        reason = next((reason for pattern, reason in _LEFT_OUT if re.fullmatch(pattern, name)), None)
         if reason:
             left_out[name] = reason
         elif not (name == CARD and SOURCE_CARD in index.files.sizes):

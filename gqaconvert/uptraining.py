@@ -27,8 +27,9 @@ from gqaconvert.families.config import CONTEXT
 from gqaconvert.inspection import Checkpoint, read_checkpoint, read_provenance
 from gqaconvert.kvcache.costs import GPUS
 from gqaconvert.sidecars import CARD, CONFIG, PROVENANCE, SOURCE_CARD, output_name, plan_sidecars
+from gqaconvert.uptrain import DEFAULT_LEARNING_RATE
 from gqaconvert.uptrain.budget import Budget, Costs, costs, known_base, resolve, shape_of
-from gqaconvert.uptrain.job import DEFAULT_LEARNING_RATE, Job, Loss, OnEvent, Outcome, Precision, Trainable
+from gqaconvert.uptrain.job import Job, Loss, OnEvent, Outcome, Precision, Trainable
 from gqaconvert.uptrain.trainers import check_job, load_trainer, run_job
 
 SCHEMA = "gqaconvert.uptrain/1"

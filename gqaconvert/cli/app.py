@@ -1,6 +1,5 @@
 """The application: its commands, and the one place where errors become exit codes."""
 
-import gc
 import traceback
 import warnings
 from typing import Annotated, Any
@@ -95,9 +94,6 @@ app.command("trainers", cls=QuickCommand)(trainers_command)
 
 def main() -> None:
     """Entry point of the ``gqaconvert`` script."""
-    # An index makes hundreds of thousands of small objects that all stay; the cyclic collector would walk them for a
-    # second, again and again.
-    gc.set_threshold(100_000, 20, 100)
     # The core needs no numpy, and torch says at its import that there is none.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     app()

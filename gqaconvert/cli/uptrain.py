@@ -11,7 +11,7 @@ import typer
 from gqaconvert.cli.options import Json, Offline, Quiet, Revision, count, duration
 from gqaconvert.cli.output import note, print_json, safe
 from gqaconvert.errors import InputError
-from gqaconvert.uptrain.job import DEFAULT_LEARNING_RATE
+from gqaconvert.uptrain import DEFAULT_LEARNING_RATE
 
 if TYPE_CHECKING:
     from gqaconvert.uptraining import UptrainPlan, UptrainResult

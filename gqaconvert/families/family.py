@@ -165,3 +165,17 @@ class Family:
         """The caution; one that begins with a config key ("key: ...") only where that key is set."""
         key = (self.caution or "").partition(":")[0]
         return None if key.isidentifier() and not config.get(key) else self.caution
+
+    def rotary_part(self, model: config.ModelConfig, head_dim: int) -> float | None:
+        """Part of each head that is rotated, None without rotary embedding."""
+        text = model.text
+        if self.position not in (Position.ROPE_HALF, Position.ROPE_PAIRS) or text.get("alibi"):
+            return None
+        rotary_dim = text.get("rotary_dim")
+        if isinstance(rotary_dim, int) and 0 < rotary_dim <= head_dim:
+            return rotary_dim / head_dim
+        parameters = text.get("rope_parameters")
+        nested = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+        fraction = text.get("partial_rotary_factor", text.get("rotary_pct", nested))
+        known = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and 0 < fraction <= 1
+        return float(fraction) if known else self.rotary_fraction

@@ -6,7 +6,6 @@ followed by classes that name the family's attention modules; config.json's ``au
 
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 from gqaconvert.checkpoint.files import LocalFolder
@@ -39,6 +38,8 @@ def attributes(family: Family) -> dict[str, Any]:
 
 def modelling_source(family: Family) -> str:
     """The text of the modelling file for a family's classes."""
+    from importlib.resources import files  # imports tempfile, for inspect in vain
+
     mechanism = files("gqaconvert.shipped").joinpath("grouped_query.py").read_text(encoding="utf-8")
     stock = sorted(set(family.classes.values()))
     lines = [f"from transformers import {', '.join(stock)}  # noqa: E402"]

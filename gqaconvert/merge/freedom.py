@@ -70,19 +70,5 @@ def freedom_of(site: AttentionSite, family: Family, config: ModelConfig, names: 
 
 
 def _rotary_dim(site: AttentionSite, family: Family, config: ModelConfig) -> int:
-    fraction = rotary_fraction(family, config, site.geometry.head_dim)
+    fraction = family.rotary_part(config, site.geometry.head_dim)
     return 0 if fraction is None else int(site.geometry.head_dim * fraction) // 2 * 2
-
-
-def rotary_fraction(family: Family, config: ModelConfig, head_dim: int) -> float | None:
-    """Part of each head that is rotated, None without rotary embedding."""
-    if family.position not in (Position.ROPE_HALF, Position.ROPE_PAIRS) or config.text.get("alibi"):
-        return None
-    parameters = config.text.get("rope_parameters")
-    nested = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
-    fraction = config.text.get("partial_rotary_factor", config.text.get("rotary_pct", nested))
-    rotary_dim = config.text.get("rotary_dim")
-    if isinstance(rotary_dim, int) and 0 < rotary_dim <= head_dim:
-        return rotary_dim / head_dim
-    known = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and 0 < fraction <= 1
-    return float(fraction) if known and fraction is not None else family.rotary_fraction

@@ -10,10 +10,6 @@ Loss = Literal["lm", "distill", "mixed"]
 Trainable = Literal["all", "attention", "kv"]
 Precision = Literal["float32", "bfloat16"]
 
-DEFAULT_LEARNING_RATE = 2e-5
-"""Peak, for short runs. Of a well merged model of 135 M parameters, distilled on 24 x 1,024 tokens, 3e-4 raised the
-held-out loss, 5e-5 lowered it but not at every evaluation, 2e-5 at each and by more."""
-
 LOSSES: tuple[Loss, ...] = ("lm", "distill", "mixed")
 TRAINABLE: tuple[Trainable, ...] = ("all", "attention", "kv")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
