@@ -2,8 +2,9 @@
 
     python -m tests.bench.convert_speed --gib 3 --shards 4 --runs 5 --dir /path/with/space
 
-Runs alternate (cp, convert, cp, ...), so that a noisy machine hurts both; medians are compared. The peak memory is the
-child's own maximum resident set (wait4), page cache not included.
+Runs alternate, so that a noisy machine hurts all, and every other round goes backwards: deleting what the command before
+left on the disk costs the next one time. Medians are compared. The peak memory is the child's own maximum
+resident set (wait4), page cache not included.
 """
 
 import argparse
@@ -49,7 +50,8 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     memory: dict[str, list[int]] = {name: [] for name in rivals}
     for run in range(arguments.runs + 1):
-        for name, command in rivals.items():
+        for name in list(rivals)[:: -1 if run % 2 else 1]:
+            command = rivals[name]
             target = arguments.dir / "target"
             shutil.rmtree(target, ignore_errors=True)
             os.sync()
