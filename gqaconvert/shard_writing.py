@@ -1,9 +1,9 @@
 """Write the planned shards, several things at a time.
 
-    copier (thread)   puts unchanged byte ranges where they belong and leaves the places of computed ones open; a second
-                      one asks the kernel to write them out
-    main thread       fills those places, in order, as soon as torch is there; a few threads compute ahead for it
-    follower (thread) hashes what is complete (checkpoint/writer.py)
+    copier (thread)      puts unchanged byte ranges where they belong and leaves the places of computed ones open; a
+                         second one asks the kernel to write them out
+    main thread          fills those places, in order, as soon as torch is there; a few threads compute ahead for it
+    followers (threads)  hash what is complete (checkpoint/writer.py)
 
 The copier is ahead by at most what fits its queue. So torch's import and the pooling cost no time beside the copying,
 the hash finds its bytes in the page cache, and a run that is killed loses little.

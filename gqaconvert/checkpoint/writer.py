@@ -1,4 +1,4 @@
-"""Moving bytes into new files: unchanged ranges go through the kernel, and a second thread hashes what was written."""
+"""Moving bytes into new files: unchanged ranges go through the kernel, and other threads hash what was written."""
 
 import ctypes
 import errno
@@ -61,13 +61,14 @@ def write_at(target: int, data: bytes | memoryview, position: int) -> int:
 
 
 class FileFinisher:
-    """A thread that reads a file right behind its writer and hashes it.
+    """Threads that read files right behind their writer and hash them.
 
-    The bytes are still in the page cache then, so the hash costs no disk and, on a second core, no time.
+    The bytes are still in the page cache then, so the hash costs no disk and, on another core, little time. There are
+    two, as copying within the kernel can be faster than hashing: the next file then need not wait for the one before.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="finish")
         self._positions: list[SimpleQueue[int | None]] = []
 
     def follow(self, path: Path) -> "Follower":
