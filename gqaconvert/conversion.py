@@ -77,7 +77,7 @@ class ConversionResult:
         }
 
 
-def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
+def plan_document(plan: ConversionPlan, destination: str | Path) -> dict[str, Any]:
     """A plan as JSON: everything that would be done."""
     source, target = plan.source_geometry, plan.target_geometry
     return {
@@ -96,7 +96,7 @@ def plan_document(plan: ConversionPlan, destination: Path) -> dict[str, Any]:
         "total_size": plan.total_size,
         "output_bytes": plan.output_bytes,
         "work_bytes": plan.work_bytes,
-        "free_bytes": free_bytes(destination),
+        "free_bytes": free_bytes(located(destination)),
         "config_changes": dict(plan.config_changes),
         "shards": [{"name": shard.name, "nbytes": shard.nbytes} for shard in plan.shards],
         "changed_tensors": [

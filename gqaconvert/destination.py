@@ -64,7 +64,7 @@ def refuse_overlap(folder: LocalFolder, index: CheckpointIndex, destination: Pat
 
 def free_bytes(destination: Path) -> int:
     """Free where a folder is, or would be."""
-    folder = destination.absolute()
+    folder = destination
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -801,10 +801,34 @@ def test_debug_shows_the_traceback(tmp_path: Path, source: Path, place: str) -> 
     assert "error: " in failed.stderr
 
 
-def test_a_closed_pipe_is_no_traceback(tmp_path: Path, source: Path) -> None:
-    script = f"{sys.executable} -m gqaconvert inspect {source} --json | head -c 1 >/dev/null"
-    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    assert "Traceback" not in ended.stderr
+STREAMS = ["inspect SRC", "inspect SRC --json", "families", "estimate SRC", "--help", "--version", "convert --help"]
+
+
+@pytest.mark.parametrize("command", STREAMS)
+def test_a_reader_that_goes_away_is_the_environment(source: Path, command: str) -> None:
+    ended = in_shell(source, f"{command} | true; exit ${{PIPESTATUS[0]}}")
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+@pytest.mark.parametrize("command", STREAMS)
+def test_a_full_disk_behind_stdout_is_the_environment(source: Path, command: str) -> None:
+    ended = in_shell(source, f"{command} >/dev/full")
+    assert (ended.returncode, ended.stderr) == (3, "error: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_started_without_a_stream(tmp_path: Path, source: Path, closed: str) -> None:
+    """Some daemons start their children so; what would be printed must not end up in the files that are opened next."""
+    assert invoke("convert", source, tmp_path / "usual", "--mqa").exit_code == 0
+    for option in ("", "--json"):
+        assert in_shell(source, f"convert SRC {tmp_path / 'bare'} --mqa --overwrite {option} {closed}").returncode == 0
+        assert tree(tmp_path / "bare") == tree(tmp_path / "usual")
+    assert in_shell(source, f"convert SRC {tmp_path / 'none'} --kv-heads 5 {closed}").returncode == 2
+
+
+def in_shell(source: Path, command: str) -> subprocess.CompletedProcess[str]:
+    script = f"{sys.executable} -m gqaconvert {command.replace('SRC', str(source))}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_the_library_returns_what_the_command_prints(tmp_path: Path, source: Path) -> None:

@@ -460,6 +460,19 @@ def test_a_destination_that_cannot_be(
     assert listing(root) == before
 
 
+@pytest.mark.parametrize("option", ["--quiet", "--dry-run"])
+def test_an_empty_destination_is_not_the_working_folder(
+    tmp_path: Path, source: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset variable of a script."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    assert "the destination is empty" in fails(2, "convert", source, "", "--mqa", option)
+    assert empty.is_dir()
+    assert not list(empty.iterdir())
+
+
 # ---- The terminal
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r\n\u202e[red]"

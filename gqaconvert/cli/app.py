@@ -1,7 +1,12 @@
 """The application: its commands, and the one place where errors become exit codes."""
 
+import os
+import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,33 +33,47 @@ class ErrorGroup(QuickParameters, TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """Let ``--debug`` stand anywhere, as people add it to the end of a failed command."""
-        if "--debug" in args:
+        debug = "--debug" in args
+        if debug:
             args = ["--debug", *(arg for arg in args if arg != "--debug")]
-        return super().parse_args(ctx, args)
+        with _exit_codes(debug=debug):  # --help and --version print while they are parsed
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
         """Run the command."""
-        try:
+        with _exit_codes(debug=ctx.params.get("debug", False)):
             return super().invoke(ctx)
-        except GqaConvertError as error:
-            self._show(ctx, error.message, error.hint)
-            raise typer.Exit(error.exit_code) from None
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            where = f"{error.filename}: " if error.filename else ""
-            self._show(ctx, f"{where}{error.strerror or error}", None)
-            raise typer.Exit(ENVIRONMENT) from None
-        except KeyboardInterrupt:
-            self._show(ctx, "interrupted", "the same command goes on from here (convert: with --resume)")
-            raise typer.Exit(INTERRUPTED) from None
 
-    def _show(self, ctx: Any, message: str, hint: str | None) -> None:  # noqa: ANN401
-        if ctx.params.get("debug"):
+
+@contextmanager
+def _exit_codes(*, debug: bool) -> Iterator[None]:
+    """Known failures become a line, a hint and an exit code."""
+
+    def show(message: str, hint: str | None = None) -> None:
+        if debug:
             traceback.print_exc()
         note(f"error: {message}")
         if hint:
             note(f"hint: {hint}")
+
+    try:
+        yield
+    except GqaConvertError as error:
+        show(error.message, error.hint)
+        raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:
+        # Whoever read us has enough (``| head``). What is still in the buffers goes nowhere, without a complaint.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
+        raise typer.Exit(ENVIRONMENT) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        show(f"{where}{error.strerror or error}")
+        raise typer.Exit(ENVIRONMENT) from None
+    except KeyboardInterrupt:
+        show("interrupted", "the same command goes on from here (convert: with --resume)")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(
@@ -96,4 +115,16 @@ def main() -> None:
     """Entry point of the ``gqaconvert`` script."""
     # The core needs no numpy, and torch says at its import that there is none.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    _open_missing_streams()
     app()
+
+
+def _open_missing_streams() -> None:
+    """Give a process started without a standard stream (``2>&-``, some daemons) one that leads nowhere.
+
+    Python leaves ``None`` there, which nobody can print to, and the next file that is opened, a shard, would take the
+    stream's descriptor and all that a C library prints there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # open takes the lowest free descriptor
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gqaconvert.cli.options import FamilyName, Json, Offline, Quiet, Revision, Source, size
-from gqaconvert.cli.output import byte_progress, note, print_json, safe
+from gqaconvert.cli.output import byte_progress, new_console, note, print_json, safe
 from gqaconvert.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def convert_command(
     source: Source,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.", show_default=False)],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to create.", show_default=False)],
     kv_heads: Annotated[
         int | None,
         typer.Option("--kv-heads", metavar="N", help="Number of KV heads of the output.", show_default=False),
@@ -235,16 +235,15 @@ def _show_result(result: "ConversionResult") -> None:
         note(f"uploaded: {result.commit_url}")
 
 
-def _show_plan(plan: "ConversionPlan", destination: Path) -> None:
+def _show_plan(plan: "ConversionPlan", destination: str) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from gqaconvert.conversion import plan_document
     from gqaconvert.units import format_size
 
     document = plan_document(plan, destination)
-    console = Console(highlight=False)
+    console = new_console()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")

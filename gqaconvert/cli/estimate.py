@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gqaconvert.cli.options import FamilyName, Json, Offline, Revision, count, size
-from gqaconvert.cli.output import print_json, safe
+from gqaconvert.cli.output import new_console, print_json, safe
 from gqaconvert.errors import InputError
 
 if TYPE_CHECKING:
@@ -161,9 +161,8 @@ def _gpu(text: str) -> "Gpu":
 
 
 def _show(answer: "Estimate") -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = new_console()
     _facts(answer, console)
     _table(answer, console)
     _chart(answer, console)

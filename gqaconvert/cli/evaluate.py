@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gqaconvert.cli.options import Json, Offline, Quiet, Revision
-from gqaconvert.cli.output import count_progress, note, print_json, safe
+from gqaconvert.cli.output import count_progress, new_console, note, print_json, safe
 from gqaconvert.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 
 
 def _show(found: "Evaluation") -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
+    console = new_console()
     if found.norms:
         _show_norms(console, found)
     elif found.probes:

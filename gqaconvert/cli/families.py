@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gqaconvert.cli.options import Json
-from gqaconvert.cli.output import print_json, safe
+from gqaconvert.cli.output import new_console, print_json, safe
 
 
 def families_command(
@@ -21,10 +21,9 @@ def families_command(
         print_json(document())
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = new_console()
     if name is not None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="bold")

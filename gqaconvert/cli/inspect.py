@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gqaconvert.cli.options import FamilyName, Json, Offline, Quiet, Revision, Source
-from gqaconvert.cli.output import byte_progress, print_json, safe
+from gqaconvert.cli.output import byte_progress, new_console, print_json, safe
 
 if TYPE_CHECKING:
     from gqaconvert.checkpoint.index import Problem
@@ -53,12 +53,11 @@ def inspect_command(
 
 def _show(inspection: "Inspection") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from gqaconvert.units import format_size
 
-    console = Console(highlight=False)
+    console = new_console()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")

@@ -4,7 +4,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -23,6 +26,17 @@ def printable(text: str, limit: int = 2000) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
 
 
+def new_console(*, stderr: bool = False) -> "Console":
+    """Rich's console for tables and bars. It does not decide what a pipe without a reader means: the group does."""
+    from rich.console import Console
+
+    class OneOfOurs(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return OneOfOurs(stderr=stderr, highlight=False)
+
+
 def safe(text: str) -> str:
     """Printable text for a rich table: no markup either."""
     from rich.markup import escape
@@ -36,7 +50,6 @@ def byte_progress(label: str, *, show: bool) -> Iterator[tuple[Callable[[int], N
     if not (show and sys.stderr.isatty()):
         yield (lambda total: None), (lambda nbytes: None)
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -50,7 +63,7 @@ def byte_progress(label: str, *, show: bool) -> Iterator[tuple[Callable[[int], N
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=new_console(stderr=True)) as progress:
         task = progress.add_task(label, total=None)
         yield (
             (lambda total: progress.update(task, total=total)),
@@ -64,11 +77,10 @@ def count_progress(label: str, *, show: bool) -> Iterator[tuple[Callable[[int], 
     if not (show and sys.stderr.isatty()):
         yield (lambda total: None), (lambda count: None)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=new_console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
         yield (
             (lambda total: progress.update(task, total=(progress.tasks[0].total or 0) + total)),

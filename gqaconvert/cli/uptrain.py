@@ -3,13 +3,12 @@
 import json as json_module
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gqaconvert.cli.options import Json, Offline, Quiet, Revision, count, duration
-from gqaconvert.cli.output import note, print_json, safe
+from gqaconvert.cli.output import new_console, note, print_json, safe
 from gqaconvert.errors import InputError
 from gqaconvert.uptrain import DEFAULT_LEARNING_RATE
 
@@ -21,7 +20,7 @@ def uptrain_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A converted checkpoint's folder, or a Hub id.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to create.", show_default=False)],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to create.", show_default=False)],
     data: Annotated[
         list[str],
         typer.Option(
@@ -165,7 +164,6 @@ def trainers_command(json: Json = False) -> None:
         print_json({"schema": "gqaconvert.trainers/1", "trainers": [asdict(info) for info in found]})
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
@@ -180,7 +178,7 @@ def trainers_command(json: Json = False) -> None:
             safe(info.name), safe(info.package), ", ".join(can.losses), ", ".join(can.trainable),
             "any" if flags[0] else "1", *("yes" if flag else "no" for flag in flags[1:]),
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    new_console().print(table)
 
 
 def _one_of(name: str, value: str, *known: str) -> Any:  # noqa: ANN401
@@ -200,7 +198,6 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _show_plan(plan: "UptrainPlan") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from gqaconvert.units import format_size
@@ -235,7 +232,7 @@ def _show_plan(plan: "UptrainPlan") -> None:
     grid.add_column(overflow="fold")
     for name, value in rows.items():
         grid.add_row(name, safe(value))
-    Console(highlight=False).print(grid)
+    new_console().print(grid)
     for text in plan.notes:
         note(f"note: {text}")
 
@@ -284,12 +281,11 @@ class _Progress:
         for text in plan.notes:
             note(f"note: {text}")
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._live = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-                TextColumn("{task.fields[told]}"), TimeRemainingColumn(), console=Console(stderr=True),
+                TextColumn("{task.fields[told]}"), TimeRemainingColumn(), console=new_console(stderr=True),
             )  # fmt: skip
             self._task = self._live.add_task("tokenising", total=None, told="")
             self._live.start()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gqaconvert.cli.options import FamilyName, Json, Offline, Quiet, Revision
-from gqaconvert.cli.output import byte_progress, note, print_json, safe
+from gqaconvert.cli.output import byte_progress, new_console, note, print_json, safe
 
 if TYPE_CHECKING:
     from gqaconvert.validation.types import ValidationReport
@@ -83,10 +83,9 @@ _MARKS = {"passed": "[green]ok[/]", "failed": "[bold red]FAILED[/]", "skipped": 
 
 def _show(report: "ValidationReport") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = new_console()
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)

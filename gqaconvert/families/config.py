@@ -62,7 +62,7 @@ class ModelConfig:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
-                raise CheckpointError(f"config.json: {name} is {str(value)[:80]}, not a sensible whole number")
+                raise CheckpointError(f"config.json: {name} is {repr(value)[:80]}, not a sensible whole number")
             return value
         return None
 

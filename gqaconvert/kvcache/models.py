@@ -335,5 +335,5 @@ def _need(config: ModelConfig, names: tuple[str, ...], what: str) -> int:
 def _integer(text: Mapping[str, Any], name: str, default: int | None) -> int:
     value = text.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**24:
-        raise CheckpointError(f"config.json: {name} is {str(value)[:60]}, not a sensible whole number")
+        raise CheckpointError(f"config.json: {name} is {repr(value)[:60]}, not a sensible whole number")
     return value
