@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.support.checkpoints import (
     write_safetensors,
 )
 from tests.support.runs import (
+    COMMAND,
     INDEX,
     SINGLE,
     RawTensor,
@@ -827,7 +827,7 @@ def test_started_without_a_stream(tmp_path: Path, source: Path, closed: str) -> 
 
 
 def in_shell(source: Path, command: str) -> subprocess.CompletedProcess[str]:
-    script = f"{sys.executable} -m gqaconvert {command.replace('SRC', str(source))}"
+    script = " ".join((*COMMAND, command.replace("SRC", str(source))))
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60)
 
 

@@ -161,7 +161,6 @@ def _gpu(text: str) -> "Gpu":
 
 
 def _show(answer: "Estimate") -> None:
-
     console = new_console()
     _facts(answer, console)
     _table(answer, console)

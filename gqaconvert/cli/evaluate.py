@@ -107,7 +107,6 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 
 
 def _show(found: "Evaluation") -> None:
-
     console = new_console()
     if found.norms:
         _show_norms(console, found)

@@ -9,6 +9,8 @@ from gqaconvert.cli.options import FamilyName, Json, Offline, Quiet, Revision, S
 from gqaconvert.cli.output import byte_progress, new_console, print_json, safe
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gqaconvert.checkpoint.index import Problem
     from gqaconvert.inspection import Inspection
 
@@ -81,7 +83,7 @@ def _show(inspection: "Inspection") -> None:
     _show_verdict(inspection, console)
 
 
-def _show_verdict(inspection: "Inspection", console: "Console") -> None:  # type: ignore[name-defined]  # noqa: F821
+def _show_verdict(inspection: "Inspection", console: "Console") -> None:
     if inspection.convertible:
         console.print("[green]can be converted[/green]")
     else:

@@ -19,6 +19,17 @@ LARGEST_SIZE = 2**31
 _LARGEST = 2**17
 
 
+def whole_number(name: str, value: object, smallest: int, largest: int) -> int:
+    """A value of config.json that must be a whole number within bounds.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= largest:
+        raise CheckpointError(f"config.json: {name} is {repr(value)[:80]}, not a sensible whole number")
+    return value
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A parsed config.json.
@@ -61,9 +72,7 @@ class ModelConfig:
             value = self.value(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
-                raise CheckpointError(f"config.json: {name} is {repr(value)[:80]}, not a sensible whole number")
-            return value
+            return whole_number(name, value, 1, largest)
         return None
 
     def value(self, name: str) -> Any:  # noqa: ANN401

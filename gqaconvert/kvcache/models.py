@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
-from gqaconvert.families.config import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, ModelConfig
+from gqaconvert.families.config import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, ModelConfig, whole_number
 from gqaconvert.kvcache.layers import AttentionCache, CacheLayer, CacheModel, CrossCache, LatentCache, StateCache
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions")
@@ -333,7 +333,4 @@ def _need(config: ModelConfig, names: tuple[str, ...], what: str) -> int:
 
 
 def _integer(text: Mapping[str, Any], name: str, default: int | None) -> int:
-    value = text.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 2**24:
-        raise CheckpointError(f"config.json: {name} is {repr(value)[:60]}, not a sensible whole number")
-    return value
+    return whole_number(name, text.get(name, default), 0, 2**24)

@@ -9,12 +9,11 @@ thread does; ``cat | dd`` is what people time by hand.
 """
 
 import argparse
-import os
 import statistics
 import sys
 from pathlib import Path
 
-from tests.bench.processes import Cost, timed
+from tests.bench.processes import Cost, evict, timed
 from tests.support.checkpoints import big_llama_checkpoint
 
 READER = """
@@ -25,15 +24,6 @@ for name in sys.argv[1:]:
         while file.readinto(buffer):
             pass
 """
-
-
-def evict(shards: list[str]) -> None:
-    """Drop files from the page cache."""
-    for shard in shards:
-        descriptor = os.open(shard, os.O_RDONLY)
-        os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.processes import timed
+from tests.bench.processes import evict, timed
 from tests.support.checkpoints import big_llama_checkpoint
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dir", type=Path, default=Path("/tmp/gqaconvert-bench"))
-    parser.add_argument("--cold", action="store_true", help="take the source out of the page cache before each run")
+    parser.add_argument("--cold", action="store_true", help="read the source from the disk, as what exceeds memory is")
     arguments = parser.parse_args()
     source = arguments.dir / "source"
     if not source.exists():
@@ -57,7 +57,7 @@ def main() -> None:
             shutil.rmtree(target, ignore_errors=True)
             os.sync()
             if arguments.cold:
-                _forget(source)
+                evict(source.iterdir())
             cost = timed([part or str(target) for part in command])
             if run:  # the first round only warms the page cache
                 seconds[name].append(cost.wall)
@@ -76,13 +76,6 @@ def main() -> None:
     copy, durable_copy, ours = (statistics.median(seconds[name]) for name in rivals)
     print(f"1.15 x cp + 2 s = {1.15 * copy + 2:.2f} s, 1.15 x (cp and sync) + 2 s = {1.15 * durable_copy + 2:.2f} s")
     print(f"needed {ours:.2f} s: {ours / copy:.2f} x cp, {ours / durable_copy:.2f} x (cp and sync)")
-
-
-def _forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache: a checkpoint larger than memory is never in it."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":
