@@ -116,7 +116,14 @@ def main() -> None:
     # The core needs no numpy, and torch says at its import that there is none.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     _open_missing_streams()
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if "LOCAL_RANK" not in os.environ:  # a launcher's, as torchrun; looked up before the import, which takes time
+            raise
+        from gqaconvert.uptrain.processes import leave
+
+        leave(int(end.code or 0))
 
 
 def _open_missing_streams() -> None:

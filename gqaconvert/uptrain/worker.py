@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from gqaconvert.uptrain.processes import work
+from gqaconvert.uptrain.processes import leave, work
 from gqaconvert.uptrain.trainers import run_job
 
 if __name__ == "__main__":
-    sys.exit(work(Path(sys.argv[1]), run_job))
+    leave(work(Path(sys.argv[1]), run_job))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,3 +92,36 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     with exclusive(job), pytest.raises(DestinationError, match="another run"), exclusive(job):
         pass
+
+
+LEAVES_EARLY = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from gqaconvert.cli.app import main
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+for _ in range(1000):
+    dist.all_reduce(torch.ones(1000), async_op=True)
+    if rank == 0:
+        time.sleep(0.001)
+sys.argv = ["gqaconvert", "--version"]
+main()
+"""
+
+
+def test_a_process_ends_well_while_gloo_still_works(tmp_path: Path) -> None:
+    """Rank 1 ends with operations in flight, whose tensors gloo's threads free; Python's own end is then SIGABRT."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_EARLY)
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, str(script), str(tmp_path / "store")]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with start(0) as slow, start(1) as early:
+        out, errors = early.communicate(timeout=120)
+        slow.kill()
+    assert (early.returncode, out.split()[0]) == (0, "gqaconvert"), errors
