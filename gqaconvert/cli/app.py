@@ -23,6 +23,7 @@ from gqaconvert.cli.quick import QuickCommand, QuickParameters
 from gqaconvert.cli.uptrain import trainers_command, uptrain_command
 from gqaconvert.cli.validate import validate_command
 from gqaconvert.errors import GqaConvertError
+from gqaconvert.uptrain import is_launched
 
 INTERRUPTED = 130
 ENVIRONMENT = 3
@@ -119,7 +120,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if "LOCAL_RANK" not in os.environ:  # a launcher's, as torchrun; looked up before the import, which takes time
+        if not is_launched():
             raise
         from gqaconvert.uptrain.processes import leave
 

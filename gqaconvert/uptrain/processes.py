@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from gqaconvert import errors
 from gqaconvert.checkpoint.writer import write_file
 from gqaconvert.errors import DestinationError, EnvironmentFailure, GqaConvertError, StorageError
+from gqaconvert.uptrain import is_launched
 from gqaconvert.uptrain.job import Job, OnEvent, Outcome
 
 JOB, OUTCOME, LOG, LOCK, STOP = "job.json", "outcome.json", "processes.log", "lock", "stop"
@@ -108,11 +109,6 @@ def exclusive(job: Job) -> Iterator[int]:
                 time.sleep(0.1)
         (job.folder / STOP).unlink(missing_ok=True)
         yield file.fileno()
-
-
-def is_launched() -> bool:
-    """Whether this is one of several processes that a launcher started."""
-    return "LOCAL_RANK" in os.environ
 
 
 def is_main() -> bool:

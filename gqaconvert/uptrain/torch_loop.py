@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from gqaconvert.errors import StorageError
 from gqaconvert.kvcache.costs import GPUS
 from gqaconvert.stock import quiet
+from gqaconvert.uptrain import is_launched
 from gqaconvert.uptrain.checkpoints import (
     checkpoint_folder,
     last_complete,
@@ -44,7 +45,7 @@ from gqaconvert.uptrain.loss import cross_entropy, loss_sums, model_inputs
 from gqaconvert.uptrain.metrics import MetricsLog, require_finite
 from gqaconvert.uptrain.models import load_teacher, make_optimizer, prepare_model
 from gqaconvert.uptrain.packing import IGNORED, Batch
-from gqaconvert.uptrain.processes import Stopper, catch_signals, is_launched, join
+from gqaconvert.uptrain.processes import Stopper, catch_signals, join
 from gqaconvert.uptrain.schedule import learning_rate
 from gqaconvert.uptrain.trackers import Trackers
 

@@ -5,8 +5,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from gqaconvert.errors import InputError, MissingExtraError
+from gqaconvert.uptrain import is_launched
 from gqaconvert.uptrain.job import Capabilities, Job, OnEvent, Outcome, Trainer
-from gqaconvert.uptrain.processes import exclusive, is_launched, launch
+from gqaconvert.uptrain.processes import exclusive, launch
 
 GROUP = "gqaconvert.trainers"
 _BUILT_IN = {
